@@ -23,7 +23,7 @@ LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed
 OF_CHECKPOINTS = tuple(method for method in METHODS if "/" not in method)
 """Values of EngineConfig.quantization that a checkpoint may say of its weights."""
 AT_LOAD = ("int8", "int4", "gguf")
-"""Those for weights that are not quantized, or of a GGUF file."""
+"""Values of EngineConfig.quantization for unquantized weights or a GGUF file."""
 RAY = "ray"
 EXTERNAL_LAUNCHER = "external_launcher"
 EXECUTORS = ("auto", "uni", "mp", RAY, EXTERNAL_LAUNCHER)
@@ -477,7 +477,7 @@ class EngineConfig:
 
     @property
     def max_inflight_steps(self) -> int:
-        """Steps that are submitted and not collected: with asynchronous scheduling one for each
-        pipeline stage, and at least 2."""
+        """Maximum steps that are submitted and not yet collected. Asynchronous scheduling: at least
+        one per pipeline stage, and at least 2."""
         configured = self.scheduler.max_inflight_steps
         return max(configured, self.parallel.pipeline_parallel_size) if configured > 1 else 1

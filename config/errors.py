@@ -1,4 +1,4 @@
-"""The exception tree of all four layers.
+"""Exception tree of server, engine, hpu and config.
 
     GaudiserveError
     |-- UserError          the request is wrong; 4xx over HTTP
@@ -96,10 +96,10 @@ class EngineDied(GaudiserveError):
     """The engine process died; it is not restarted in this process."""
 
     is_logged = False
-    """Whether the process that failed has logged why, so that no other one has to."""
+    """Whether the failed process has already logged the cause."""
 
     def __init__(self, message: str | None = None, *, is_external: bool = False) -> None:
-        """`is_external`: what the engine computed is not the cause."""
+        """`is_external`: the cause of the death is not what the engine computed."""
         super().__init__(message)
         self.is_external = is_external
 

@@ -205,7 +205,7 @@ class ExecutionConfig:
 
 
 def _numbers(name: str, text: str, *forms: str) -> list[int]:
-    """Whole numbers with commas between, as many as one of `forms` has words. Raises
+    """Comma-separated whole numbers of `text`, as many as any of `forms` has words. Raises
     ConfigError."""
     words = text.split(",")
     counts = [form.count(",") + 1 for form in forms]

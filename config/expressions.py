@@ -15,16 +15,16 @@ FULL, START, SEARCH = "FullMatchSet", "MatchSet", "SearchSet"
 
 MAX_EXPRESSION_CHARACTERS = 4096
 MAX_EXPRESSIONS = 4096
-"""Of one field."""
+"""Maximum number of expressions in a field."""
 MAX_TOTAL_CHARACTERS = 262_144
-"""Of all expressions of one field."""
+"""Maximum characters of all expressions in a field together."""
 MAX_REPETITIONS = 1000
 """RE2's own limit for a count in braces."""
 MAX_TOTAL_REPETITIONS = 10_000
-"""The sum of all counts of one field."""
+"""Maximum sum of all repetition counts in a field."""
 MAX_NAME_CHARACTERS = 1024
 MAX_MEMORY_BYTES = 2**22
-"""Of each program of expressions and its matching."""
+"""Maximum memory of each compiled program and of its matching."""
 PROGRAM_EXPRESSIONS = 128
 """A program is compiled under Python's lock, in about 20 us an expression."""
 CPU_S, CPU_S_PER_NAME = 1.0, 1e-4
@@ -62,7 +62,7 @@ class Unsupported(ConfigError):
 
 
 class Expressions:
-    """Regular expressions of one field, in order. They match names as Python's `re` does."""
+    """Regular expressions of a config field, in order. They match names as Python's `re` does."""
 
     def __init__(self, texts: Sequence[str], where: str, part: str, *, prefix: str = "") -> None:
         """`where`: the field and its file, for errors. `part`: FULL, START or SEARCH. `prefix`: an

@@ -106,8 +106,8 @@ class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic i
     """Our handler on the root logger; a separate type, so that a second setup finds it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Drop INFO lines of libraries even where one has reset its loggers' levels: torch does so
-        while it is imported, and logs statistics at exit if the import was interrupted."""
+        """Drop INFO lines of libraries, even where a library has reset its loggers' levels: torch
+        does so while it is imported, and logs statistics at exit if the import was interrupted."""
         is_chatty = record.levelno < logging.WARNING and record.name.partition(".")[0] in CHATTY
         return not is_chatty and bool(super().filter(record))
 
@@ -143,7 +143,7 @@ class LimitedWarning:
         self.count = 0
 
     def add(self) -> None:
-        """Count one more, and log if it is time."""
+        """Increase the count, and log it at most every `every_s` seconds."""
         self.count += 1
         now_s = self._clock()
         if now_s >= self._next_s:

@@ -11,8 +11,8 @@ DATA = "data"
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """The devices that run one copy of the model. A rank is one of them: rank = stage * tensor
-    parallel size + shard."""
+    """The devices that run a copy of the model. Each device has a rank: stage * tensor parallel
+    size + shard."""
 
     tensor_parallel_size: int = setting(
         1, "Devices that each layer of the model is divided among", minimum=1
@@ -54,7 +54,7 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Workers of one engine."""
+        """Number of workers of an engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -64,7 +64,7 @@ class ParallelConfig:
 
 
 class Stage(NamedTuple):
-    """A stage among those that divide the layers of a model."""
+    """Position of a pipeline stage among the stages of a model."""
 
     rank: int = 0
     size: int = 1

@@ -24,10 +24,10 @@ TOOL_CALL_PARSERS = (
     *("minicpm5", "muse_glimmer"),
 )
 MAX_IMAGES = 64
-"""Of one prompt, unless told otherwise."""
+"""Default maximum number of images in a prompt."""
 MAX_VIDEOS = 8
 MAX_FRAMES = 768
-"""Of one video."""
+"""Maximum number of frames of a video."""
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a chat template that are fields of a request, and no chat_template_kwargs."""
 TOOL_TEMPLATES = ("auto", "none")
@@ -422,7 +422,7 @@ class ServerConfig:
 
     @property
     def path_prefix(self) -> str:
-        """That of all paths, without a slash at its end; empty: none."""
+        """Prefix of all paths, without a trailing slash; empty: no prefix."""
         return self.root_path.rstrip("/")
 
     @property
@@ -432,12 +432,12 @@ class ServerConfig:
 
     @property
     def max_images(self) -> int:
-        """Of one prompt. Raises ConfigError."""
+        """Maximum number of images in a prompt. Raises ConfigError."""
         return self._limit("image", MAX_IMAGES)
 
     @property
     def max_videos(self) -> int:
-        """Of one prompt. Raises ConfigError."""
+        """Maximum number of videos in a prompt. Raises ConfigError."""
         return self._limit("video", MAX_VIDEOS)
 
     def _limit(self, kind: str, default: int) -> int:
@@ -484,12 +484,12 @@ class ServerConfig:
 
     @property
     def log(self) -> LogConfig:
-        """Of all processes of the server."""
+        """Log settings of all processes of the server."""
         return LogConfig(self.log_level, self.log_format)
 
     def sampling_defaults(self, of_model: Mapping[str, float]) -> dict[str, float]:
-        """Sampling parameters of a request that sets none, with those of the model's
-        generation_config."""
+        """Default sampling parameters of requests: the model's generation_config, if
+        `generation_config` is auto, then override_generation_config."""
         recommended = of_model if self.generation_config == "auto" else {}
         return {**recommended, **_generation_overrides(self.override_generation_config)}
 
@@ -500,7 +500,7 @@ set them, to no effect there either."""
 _LIMITED = ("image", "video", "audio")
 """Kinds in limit_mm_per_prompt; scripts for vLLM name audio, which no model takes."""
 _FRAMES = {"num_frames": 32, "fps": -1}
-"""As vLLM has them."""
+"""vLLM's default of num_frames; fps -1 means that fps sets no limit."""
 
 
 def _check_frames(num_frames: int, fps: float) -> None:

@@ -14,7 +14,7 @@ MAX_DIGITS = 18
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How users set one field. The type and the default are those of the field."""
+    """How users set a config field. Type and default are the type and default of the field."""
 
     help: str
     group: str = ""
@@ -61,7 +61,7 @@ def is_count(word: str) -> bool:
 
 
 def check_settings(config: object) -> None:
-    """Raise ConfigError for a field that is not one of its choices or is out of its range."""
+    """Raise ConfigError for a field whose value is not among its choices or is out of its range."""
     for name, facts in settings_of(config).items():
         value = getattr(config, name)
         if value is None:

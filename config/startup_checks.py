@@ -125,8 +125,8 @@ def check_model_config(
 
 
 def chosen_quantization(requested: str | None, facts: ModelConfig) -> str | None:
-    """The value of --quantization, or, if it is left out, that of the checkpoint. ConfigError where
-    they contradict each other."""
+    """The value of --quantization; without the flag, the checkpoint's method. Raises ConfigError if
+    the flag contradicts the checkpoint."""
     own = None if facts.quantization is None else facts.quantization.method
     if requested is None or requested == own:
         return own

@@ -41,7 +41,7 @@ class Lengths:
 
 
 def read_traffic(path: str) -> list[Lengths]:
-    """The requests of a file: JSON lines, a /metrics page, or a log with one line per request.
+    """Read the requests of a file: JSON lines, a /metrics page, or a log with a line per request.
 
     The content determines the format. Raises ConfigError with the line.
     """

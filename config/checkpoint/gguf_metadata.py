@@ -116,7 +116,8 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read the directory of `path`. ConfigError if it is not a GGUF file, or only a part of one."""
+    """Read the directory of `path`. Raises ConfigError if it is not a GGUF file or is only a part
+    of a GGUF file."""
     try:
         data: npt.NDArray[np.uint8] = np.memmap(path, mode="r", dtype=np.uint8)
     except (ValueError, OSError) as error:

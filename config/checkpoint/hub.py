@@ -30,7 +30,7 @@ _FACTS = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
 _WEIGHTS = ("*.safetensors",)
 _EXCLUDED = ("original/*", "onnx/*", "consolidated*")
 
-# With the errors of its HTTP client, which is another one from release to release.
+# Includes the errors of the hub library's HTTP client, which differs between its releases.
 _ERRORS: tuple[type[Exception], ...] = (
     *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
     HFValidationError,
@@ -161,11 +161,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def _reporting(report: Report, model: str, progress: bool) -> type[HubBar]:
-    """The hub's own bars, which report what is counted in bytes, or lines where there is no
-    terminal.
+    """A progress bar class for the hub library that reports byte counts, and logs lines where
+    stderr is no terminal.
 
-    There are two of those (received, written), of which either may stand still; older versions of
-    the library have none here, but count files.
+    The library makes two byte bars (received, written), and either may stand still; older versions
+    make no byte bars here and only count files.
     """
     done = total = 0
     is_terminal = sys.stderr.isatty()

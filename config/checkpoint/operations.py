@@ -21,7 +21,7 @@ HIDDEN_ACTS: Mapping[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""Values of hidden_act, and the function that each stands for."""
+"""Values of hidden_act -> the name of the activation function."""
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Values of rope_type."""
 

@@ -37,10 +37,10 @@ class StoredTensor(NamedTuple):
 
     name: str
     dtype: str
-    """As the header has it: F32, BF16, I8."""
+    """Dtype name in the safetensors header: F32, BF16, I8."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of the first byte in the file."""
     num_bytes: int
 
 

@@ -1,7 +1,7 @@
-"""Regular expressions of a tokenizer.json: whether they take linear time on every text.
+"""Checks that regular expressions of a tokenizer.json take linear time on every text.
 
-The tokenizers library searches by backtracking. Its patterns come from the checkpoint, so only a
-small class of them, which holds those of the known families, may run on every text of a client.
+The tokenizers library searches by backtracking. The patterns come from the checkpoint, so only a
+small class of patterns, which covers the known families, may run on every text of a client.
 """
 
 from dataclasses import dataclass

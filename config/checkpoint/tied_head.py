@@ -1,4 +1,4 @@
-"""Whether a checkpoint with an output head of its own is one whose head is the embedding."""
+"""Detects checkpoints whose output head is a copy of the embedding."""
 
 from pathlib import Path
 
@@ -37,7 +37,8 @@ def check_tied_head(facts: ModelConfig) -> None:
 
 
 def _may_be_equal(one: tuple[Path, StoredTensor], other: tuple[Path, StoredTensor]) -> bool:
-    """Whether samples of two tensors are; those of two types are not compared."""
+    """Whether samples of two tensors are equal. Tensors of the same shape and different dtypes are
+    not compared and count as equal."""
     if one[1].shape != other[1].shape:
         return False
     if one[1].dtype != other[1].dtype:

@@ -23,19 +23,19 @@ from config.model.json_fields import shown
 MAX_TOKENIZER_BYTES = 256 * 2**20
 """Maximum size of a tokenizer.json; with 262,144 tokens it has 35 MB."""
 MAX_GROWTH = 4_096
-"""Maximum bytes that normalizer and pre-tokenizer may make of one byte of a text, by the bound
-below. That of Llama 2 is 12, of Qwen 6, of a T5 about 200, of an ALBERT 3,300."""
+"""Maximum bytes that normalizer and pre-tokenizer may make of a byte of text, by the bound below.
+The bound is 12 for Llama 2, 6 for Qwen, about 200 for a T5, and 3,300 for an ALBERT."""
 MAX_STEPS = 256
 """Steps of each of normalizer, pre-tokenizer, post-processor and decoder."""
 MAX_PART_BYTES = 4 * 2**20
 """Size of each of these parts in the file. A table of NFKC has 0.3 MB."""
 MAX_TOKEN_CHARACTERS = 4_096
-"""Length of one token. Those of published vocabularies have up to 1,024."""
+"""Maximum length of a token. Published vocabularies have tokens of up to 1,024 characters."""
 MAX_LINEAR_UNIGRAM_CHARACTERS = 64
 """Length of a token of the kind Unigram, which compares each place of a text with all tokens that
 begin like it: 10 us for each character of a text. Published vocabularies have up to 16."""
 MAX_TOKEN_TEXT_BYTES = 16_384
-"""Bytes that the decoder may make of one token, by the bound below."""
+"""Maximum bytes that the decoder may make of a token, by the bound below."""
 MAX_ADDED_TOKENS = 65_536
 """The library takes 50 us for each at start; the largest known vocabulary has 6,500."""
 MAX_ADDED_CHARACTERS = 2**20
@@ -54,7 +54,7 @@ class TokenizerBounds:
     """What a tokenizer.json can do with a text."""
 
     growth: int = 1
-    """Upper bound of the bytes that one byte of a text becomes."""
+    """Upper bound of the bytes that normalizer and pre-tokenizer make of a byte of text."""
     takes_linear_time: bool = True
     """Whether encoding a text certainly takes linear time."""
 
@@ -101,7 +101,7 @@ def check_tokenizer_file(path: Path) -> TokenizerBounds:
 
 
 class _Checker:
-    """Checks the parts of one file."""
+    """Checks the parts of a tokenizer.json."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -226,7 +226,8 @@ class _Checker:
             raise self._unknown(name, step) from None
 
     def _check_decoder(self, file: _File, longest: int) -> None:
-        """The bound of the text of one token."""
+        """Raise ConfigError if the decoder may make more than MAX_TOKEN_TEXT_BYTES of a token, or
+        has a pattern that may not take linear time."""
         growth, added = 4.0, 0.0
         for step in self._steps("decoder", self._part("decoder", file.decoder), "decoders"):
             factor, more = self._step_growth("decoder", _DECODERS, step)
@@ -249,7 +250,7 @@ class _Checker:
         return json.loads(data)
 
     def _steps(self, name: str, part: Any, inner: str) -> list[dict[str, Any]]:
-        """The steps of a part, those of nested sequences too."""
+        """The steps of a part, including the steps of nested sequences."""
         if part is None:
             return []
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
@@ -322,7 +323,7 @@ def _precompiled(step: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _byte_level(step: Mapping[str, Any]) -> tuple[float, float]:
-    # Each byte becomes a character of one or two bytes; a space may come before each piece.
+    # A byte becomes a character of at most two bytes; a space may come before each piece.
     return (4.0 if step.get("add_prefix_space", True) else 2.0), 0.0
 
 

@@ -21,8 +21,8 @@ from config.setting import is_count
 PREFIX = "GAUDISERVE_"
 
 DATA_PARALLEL_TOKEN = "GAUDISERVE_DATA_PARALLEL_TOKEN"
-"""The secret by which the hosts of one server know each other. No setting: it is on no command line
-and in no file."""
+"""Shared secret that authenticates the hosts of a server to each other. It is not a setting: no
+flag and no file sets it."""
 MIN_TOKEN_CHARACTERS = 16
 
 RECIPE_CACHE_MB = 8192
@@ -60,10 +60,10 @@ def variable_table() -> dict[str, str]:
 
 
 def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(flag, value, variable) of each setting in `environ`, those that win last.
+    """(flag, value, variable) of each setting in `environ`, in rising precedence.
 
-    An empty variable counts as not set, but for a secret it is an error: an empty key would open
-    the server. Raises ConfigError for unknown GAUDISERVE_ variables, with similar names.
+    An empty variable counts as not set. An empty secret is an error: an empty key would open the
+    server. Raises ConfigError for unknown GAUDISERVE_ variables, with similar names.
     """
     table = variable_table()
     secrets = {name for flag in FLAGS if flag.setting.is_secret for name in flag.names}
@@ -165,7 +165,7 @@ def data_parallel_token() -> str:
 
 
 class LaunchedRank(NamedTuple):
-    """This process among those that a launcher such as torchrun started."""
+    """Rank of this process, as set by a launcher such as torchrun."""
 
     world_size: int
     rank: int
@@ -196,8 +196,8 @@ def device_environment(
     config: EngineConfig, index: int, count: int, *, num_cards: int = 1
 ) -> dict[str, str]:
     """Variables that give engine `index` of the `count` engines on this host `num_cards` cards of
-    its own, out of those that are visible to this process; empty on a CPU, and for a single engine.
-    Raises ConfigError when fewer cards are visible than the engines need."""
+    its own among the cards that are visible to this process; empty on a CPU and for a single
+    engine. Raises ConfigError when fewer cards are visible than the engines need."""
     variable = _CARD_VARIABLES.get(chosen_device(config.device))
     if variable is None or count == 1:
         return {}
@@ -304,7 +304,8 @@ def hpu_environment(config: EngineConfig) -> dict[str, str]:
             # (vllm-project/vllm-gaudi, docs/configuration/pipeline_parallelism.md).
             variables["PT_HPUGRAPH_DISABLE_TENSOR_CACHE"] = "0"
     else:
-        # As in the vendor's plug-in: one recipe for all FP8 scales, and parallel compilation.
+        # The vendor's plug-in sets these too: one recipe for all FP8 scales, and parallel
+        # compilation.
         variables["RUNTIME_SCALE_PATCHING"] = "1"
         variables["FUSER_ENABLE_MULTI_THREADED_INVOCATIONS"] = "1"
     recipes = os.path.join(config.cache_dir or cache_home(), "hpu-recipes")
@@ -315,8 +316,8 @@ def hpu_environment(config: EngineConfig) -> dict[str, str]:
 
 
 def recipe_cache_folder(config: EngineConfig) -> Path | None:
-    """The folder in which the worker's runtime keeps compiled recipes from one start to the next;
-    None if it keeps none. Raises ConfigError for an impossible execution mode."""
+    """The folder in which the worker's runtime keeps compiled recipes between starts; None if it
+    keeps no recipes. Raises ConfigError for an impossible execution mode."""
     if chosen_device(config.device) not in ("hpu", "hpu-emulator"):
         return None
     variables = {**hpu_environment(config), **os.environ}

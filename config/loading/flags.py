@@ -65,7 +65,7 @@ class Flag:
 
     @property
     def key(self) -> str:
-        """The canonical name, as a flag has it: max-model-len."""
+        """Canonical flag name, such as max-model-len."""
         return self.setting.name or self.field.replace("_", "-")
 
     @property

@@ -55,7 +55,7 @@ class Loaded:
     notes: tuple[str, ...]
     """How other spellings and files of vLLM were understood."""
     arguments: argparse.Namespace
-    """Of the command line; also has the flags that only its command knows."""
+    """Parsed command line, including flags that only its command has."""
 
     def shown(self) -> dict[str, tuple[object, str]]:
         """`sources` with secrets masked."""
@@ -119,8 +119,9 @@ def _merge(
     arguments: argparse.Namespace,
     default_model: str | None,
 ) -> Loaded:
-    """`explicit` are flags or keywords, which win over variables; these win over the file. One
-    error has all `problems` and those that are found here."""
+    """Merge file, variables and `explicit`, the flags or keyword arguments. `explicit` wins over
+    variables; variables win over the file. A single error reports `problems` and all problems found
+    here."""
     files = {given.name: str(given.value) for given in (*variables, *explicit)}
     layers = [_read_file(files["config"], problems) if "config" in files else []]
     layers += [variables, explicit]
@@ -136,10 +137,10 @@ def _merge(
         values.setdefault("max-prefill-batch", max_prompts)
     contiguous = values.get("contiguous-pa", (None, ""))
     if contiguous[0] is True:
-        # As in vLLM's plug-in.
+        # vLLM's plug-in does the same.
         values.setdefault("enable-prefix-caching", (False, contiguous[1]))
     if "model" not in values:
-        # A MODEL behind --served-model-name is taken for one more name.
+        # --served-model-name takes several names, so it also takes a MODEL behind it.
         problems += [
             f"{one.name} takes {' and '.join(map(repr, one.value))}, and no model is named: put "
             "MODEL in front of the flags, or use --model"
@@ -163,7 +164,7 @@ def _merge(
 
 
 def _layer(layer: Iterable[Given], problems: list[str]) -> dict[str, tuple[object, str]]:
-    """The settings of one source. The last value wins, except for lists of flags, which grow."""
+    """The settings of a source. The last value wins, except for flags with lists, which grow."""
     values: dict[str, tuple[object, str]] = {}
     for given in layer:
         with _collected(problems):
@@ -194,7 +195,7 @@ def _extend(
 
 
 def _without_effect(layers: Iterable[Given], model: str, problems: list[str]) -> dict[str, str]:
-    """The flags of vLLM among `layers`, as one would type them -> why they have no effect."""
+    """vLLM's flags among `layers`, in command-line form -> why they have no effect."""
     found = {}
     for given in layers:
         if given.name not in ACCEPTED or given.value is None:

@@ -37,7 +37,7 @@ class Given:
     """One setting as given by one source."""
 
     name: str
-    """The flag's name or one of its aliases."""
+    """The flag's name or an alias of the flag."""
     value: object
     source: str
     """Shown in errors: flag --port, variable GAUDISERVE_PORT, file serve.yaml, ..."""

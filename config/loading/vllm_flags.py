@@ -46,7 +46,7 @@ CHAT_TEMPLATES = (
 _TEMPLATE_FILES = ("template_llava", *(f"tool_chat_template_{name}" for name in CHAT_TEMPLATES))
 
 MODEL, NUMBER = "the model's name", "a number"
-"""Stand for the value of --model and for any number in `VALUES`."""
+"""Placeholders in `VALUES` for the value of --model and for any number."""
 
 VALUES = (
     # Flags, the values that are accepted (none: any), and why they have no effect.
@@ -92,7 +92,7 @@ VALUES = (
     ),
     ("prefix-caching-hash-algo", (), "blocks are found by their SHA-256"),
     (
-        # The second name is that of the guide of the vendor's fork.
+        # The guide of the vendor's fork uses the second name.
         "num-scheduler-steps num-scheduler-seqs",
         (NUMBER,),
         "two steps are in flight instead of several planned at once; --overlap-depth 1 "

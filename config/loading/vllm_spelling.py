@@ -27,7 +27,7 @@ class Spelled(NamedTuple):
 
     words: list[str]
     notes: list[str]
-    """What an operator should know: each abbreviation, and the flag that it stands for."""
+    """Notes for the operator: each abbreviation with the full flag."""
 
 
 def respelled(words: Iterable[str], known: Collection[str]) -> Spelled:
@@ -76,7 +76,7 @@ _SETTINGS = {name: (flag.key, flag.all_switches.get(name)) for flag in FLAGS for
 
 
 def _meaning(flag: str) -> object:
-    """The same for two names of one setting."""
+    """A key that is equal for two names of the same setting."""
     name = flag.lstrip("-")
     if name.startswith("no-") and name[3:] in _SETTINGS:
         key, states = _SETTINGS[name[3:]]
@@ -93,8 +93,8 @@ def _long_form(word: str) -> str:
 
 
 def _with_objects(words: Iterable[str]) -> list[str]:
-    """`words`, with the dotted flags of one name as one flag with a JSON object behind the others:
-    --a.b.c 1 is --a '{"b": {"c": 1}}', --a.b+ 1,2 is --a '{"b": ["1", "2"]}'."""
+    """`words` with dotted flags of the same name merged into a flag with a JSON object, placed at
+    the end: --a.b.c 1 becomes --a '{"b": {"c": 1}}', --a.b+ 1,2 becomes --a '{"b": ["1", "2"]}'."""
     rest = deque(words)
     plain: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
@@ -119,7 +119,7 @@ def _with_objects(words: Iterable[str]) -> list[str]:
 
 
 def with_objects_of_dots(content: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    """The entries of a file, the keys with dots of one name as one object at the end."""
+    """The entries of a file, with dotted keys of the same name merged into an object at the end."""
     plain: list[tuple[Any, Any]] = []
     objects: dict[str, dict[str, Any]] = {}
     for key, value in content.items():

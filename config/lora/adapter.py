@@ -58,7 +58,7 @@ class ExpertPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdapterModule:
-    """The two matrices of one module: y += scale * (x A^T) B^T."""
+    """The two LoRA matrices of a module: y += scale * (x A^T) B^T."""
 
     base: BaseModule
     rank: int

@@ -30,7 +30,7 @@ MAX_HEADER_BYTES = 16 * 2**20
 """Parsed under Python's lock, in about 40 ms. 90,000 tensors have 15 MB."""
 
 MAX_NAME_CHARACTERS = 1024
-"""Of a tensor."""
+"""Maximum length of a tensor's name."""
 
 _CHUNK_BYTES = 2**20
 _LENGTH_BYTES = 8
@@ -176,9 +176,9 @@ class OpenWeights:
     def read(
         self, config: bytes, *, keeps_bytes: bool
     ) -> tuple[str, bytearray, dict[StoredTensor, float]]:
-        """The hash of the config's bytes and the file, as hexadecimal digits; the bytes of the
-        file, if they are to be kept; and the largest absolute value of each tensor, infinite if it
-        holds one that is not finite. Raises ConfigError."""
+        """(hash, bytes, magnitudes): the SHA-256 of the config's bytes and the file, as hexadecimal
+        digits; the bytes of the file, if `keeps_bytes`; the largest absolute value of each tensor,
+        infinite if the tensor holds a value that is not finite. Raises ConfigError."""
         digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
         digest.update(self.num_bytes.to_bytes(8, "little") + self._header)
         data = bytearray(self.num_bytes if keeps_bytes else 0)

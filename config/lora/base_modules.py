@@ -31,9 +31,10 @@ class BaseModule:
     """Its path in the checkpoint, as WeightMap.map_name gives it."""
     in_features: int
     out_features: int
-    """Of an embedding: tokens, and the size of a vector."""
+    """Size of the output. For an embedding, `in_features` is the vocabulary size and `out_features`
+    the hidden size."""
     spec: WeightSpec
-    """Of its weight."""
+    """Spec of the module's weight."""
     kind: str = ""
     """One of EXTRA_TARGETS; empty: a linear layer."""
     refusal: str = ""
@@ -133,7 +134,7 @@ class BaseModules:
         tables = [one for one in self._modules.values() if one.kind == EMBEDDING]
         for table in tables[:1]:
             spec = table.spec._replace(name="lm_head.weight", parameter="lm_head.weight")
-            # Of an embedding, `in_features` are tokens.
+            # `in_features` of an embedding is the vocabulary size.
             sizes = (table.out_features, table.in_features)
             self._modules["lm_head"] = BaseModule("lm_head", *sizes, spec, HEAD)
             self.tensors.aliases[spec.name] = table.spec.name

@@ -27,7 +27,7 @@ def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:
 def configured_adapters(
     config: LoRAConfig, download_dir: str | None = None
 ) -> tuple[NamedAdapter, ...]:
-    """The adapters of the two flags with their folders; those of the hub are downloaded to
+    """The adapters of the two flags with their folders. Adapters on the hub are downloaded to
     `download_dir` (None: the hub's own cache). Raises ConfigError."""
     return tuple(
         adapter._replace(path=str(_folder(adapter, download_dir)), label=adapter.path)

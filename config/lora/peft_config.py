@@ -49,8 +49,8 @@ _PLAIN_INITS = (
 
 
 class Pattern(Generic[Value]):
-    """Values of modules, by regular expressions for the ends of their paths. The first one that
-    matches counts, as in get_pattern_key of peft.utils.other."""
+    """Per-module values, selected by regular expressions that match the end of a module's path. The
+    first match counts, as in get_pattern_key of peft.utils.other."""
 
     def __init__(self, values: Mapping[str, Value], where: str) -> None:
         """Raises Unsupported and ConfigError."""
@@ -115,8 +115,8 @@ class PeftConfig:
         )
 
     def rank_of(self, module: str, stored: int) -> int:
-        """Of the adapter of `module`, a path in the base model. `stored`: the rank that its weights
-        have."""
+        """Rank of the adapter of `module`, a path in the base model. `stored`: the rank of its
+        weights in the file."""
         return stored if self.ranks is None else self.ranks.value_of(module, self.rank)
 
     def scale_of(self, module: str, rank: int) -> float:

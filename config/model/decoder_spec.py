@@ -19,10 +19,11 @@ from config.model.state_space import (
 )
 
 MXFP4_BLOCK = 32
-"""Neighbouring weights with one scale (OCP Microscaling Formats, version 1.0)."""
+"""Number of adjacent weights that share a scale (OCP Microscaling Formats, version 1.0)."""
 Arrangement = Literal["before", "after", "around", "parallel", "parallel_two_norms"]
-"""Where a layer norms: what attention and MLP read, what they add, or both; parallel: both read the
-layer's input, through one norm or through one each, and add to it at once."""
+"""Position of a layer's norms: before attention and MLP, on their outputs, or both. Parallel:
+attention and MLP read the same layer input, through a shared norm or through a norm each, and both
+outputs are added to it."""
 
 NORMS: Mapping[Arrangement, tuple[str, ...]] = {
     "before": ("input_layernorm", "post_attention_layernorm"),
@@ -41,12 +42,13 @@ norms are before, and behind the attention where they are after."""
 
 
 class LayerSpec(NamedTuple):
-    """What one layer consists of."""
+    """What a layer consists of."""
 
     window: int | None = None
     """Tokens that a query sees, its own included; None: all."""
     chunk: int | None = None
-    """A query sees the keys of its own chunk of so many tokens; not with a window."""
+    """Chunk size in tokens: a query sees only keys of its own chunk. Never set together with
+    `window`."""
     rope: Literal["default", "local", "none"] = "default"
     """Queries and keys are rotated by ModelConfig.rope, by its local_rope, or not at all."""
     qk_norm: bool = True
@@ -79,8 +81,8 @@ class MoESpec:
     """The router multiplies in float32, not in the model's dtype."""
     router_bias: bool = False
     sparse_mixer: float | None = None
-    """The jitter of SparseMixer, which chooses two experts one after the other. `scoring` and
-    renormalization do not count then."""
+    """Jitter of SparseMixer, which chooses two experts in succession; None: other routing.
+    `scoring` and renormalization have no effect with SparseMixer."""
     scales_input: bool = False
     """The weight of an expert multiplies its input, not its output."""
     expert_bias: bool = False
@@ -107,14 +109,15 @@ class MoESpec:
     shared_gate: str = ""
     """What weighs it; empty: it counts fully."""
     layout: Literal["separate", "merged", "transposed", "mxfp4"] = "separate"
-    """Tensors of the routed experts. Separate: three for each expert.
+    """Layout of the routed experts' tensors. Separate: three tensors for each expert.
 
-    Merged: input_linear, gate before up, and output_linear, each for all experts; those of the
-    expert for all tokens, called shared_mlp, are outside `block`.
+    Merged: input_linear, gate before up, and output_linear, each for all experts. The shared
+    expert's tensors, called shared_mlp, are outside `block`.
 
     Transposed: gate_up_proj and down_proj, each for all experts, (experts, in, out).
 
-    MXFP4: of each of these two the blocks and the scales, (experts, out, in / 32, ...)."""
+    MXFP4: blocks and scales of gate_up_proj and of down_proj, (experts, out, in / 32, ...).
+    """
     stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
     """Names of the tensors for all experts in layouts other than merged."""
 
@@ -141,7 +144,7 @@ class MLASpec:
     qk_rope_head_dim: int
     v_head_dim: int
     norm_eps: float = 1e-6
-    """Of the norms of latents: the published code has this number, not rms_norm_eps."""
+    """Epsilon of the norms of latents. The published code uses this number, not rms_norm_eps."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -149,8 +152,8 @@ class MLASpec:
 
     @property
     def padded_head_dim(self) -> int:
-        """Of prompts: queries, keys and values padded to the same size, as fused kernels take
-        them."""
+        """Head size to which a prefill pads queries, keys and values: fused kernels need equal
+        sizes."""
         return max(self.qk_head_dim, self.v_head_dim)
 
     @property
@@ -160,7 +163,8 @@ class MLASpec:
 
     @property
     def absorbed_size(self) -> int:
-        """Of the matrices of one head that a decode multiplies queries and outputs by."""
+        """Elements per head of the two matrices by which a decode multiplies queries and outputs
+        (absorbed kv_b_proj)."""
         return self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
 
 
@@ -175,7 +179,7 @@ class DecoderSpec:
     mlp: str = "mlp"
     """What the checkpoint calls the MLP of a layer without experts."""
     qk_norm_after_rope: bool = False
-    """Behind the rotation, not before it."""
+    """Apply the query and key norm after the rotation instead of before it."""
     head_bias: bool = False
     norm: Literal["rms", "layer"] = "rms"
     """RMS norm or layer norm."""
@@ -186,8 +190,9 @@ class DecoderSpec:
     gated_mlp: bool = True
     """down(act(gate) * up), not down(act(up))."""
     qk_norm: Literal["none", "heads", "all", "each_head", "unweighted"] = "none"
-    """Norm of queries and keys, an RMS norm or a layer norm like the others: of each head with one
-    weight for all; of all heads at once; of each head with its own weight, or without one."""
+    """Kind of the norm of queries and keys, which is an RMS norm or a layer norm as `norm` says.
+    heads: per head, with a weight that all heads share. all: over all heads together. each_head:
+    per head, with a weight per head. unweighted: per head, without a weight."""
     learned_positions: bool = False
     """A row for each position is added to the embedding."""
     interleaved_rope: bool = False
@@ -201,9 +206,9 @@ class DecoderSpec:
     alibi_scale: float = 1.0
     """The slopes are multiplied by it."""
     temperature: TemperatureTuning | None = None
-    """Of queries by their position, in the layers that have it."""
+    """Temperature that scales queries by position, in layers with `tunes_temperature`."""
     num_further_embeddings: int = 0
-    """Rows of the embedding behind those of the vocabulary, for tokens that are never sampled."""
+    """Embedding rows after the vocabulary, for tokens that are never sampled."""
     embedding_multiplier: float = 1.0
     rounded_embedding_multiplier: bool = False
     """It is rounded to the model's dtype before the product."""
@@ -217,8 +222,9 @@ class DecoderSpec:
     unused: tuple[str, ...] = ()
     """Ends of the names of tensors that a checkpoint may hold and nobody needs."""
     qkv_layout: Literal["separate", "fused", "grouped"] = "separate"
-    """Queries, keys and values are three tensors, or one that holds one after the other, or one
-    that holds for each KV head its queries, its key and its value."""
+    """Checkpoint layout of queries, keys and values: three tensors (separate); a tensor with
+    queries, then keys, then values (fused); a tensor with queries, key and value of each KV head
+    together (grouped)."""
     fused_gate_up: bool = False
     """The checkpoint holds gate_up_proj, not its parts."""
     transposed: bool = False
@@ -228,16 +234,16 @@ class DecoderSpec:
     normalized_head: bool = False
     """The rows of the head are scaled to a length of 1."""
     moe: MoESpec | None = None
-    """Of the layers with experts."""
+    """Spec of the layers with experts."""
     mla: MLASpec | None = None
-    """Of the layers with latent attention: all or none."""
+    """Spec of latent attention, which all layers have or none has."""
 
     mamba2: Mamba2Spec | None = None
-    """Of the Mamba 2 layers."""
+    """Spec of the Mamba 2 layers."""
     gated_delta: GatedDeltaSpec | None = None
-    """Of the gated DeltaNet layers."""
+    """Spec of the gated DeltaNet layers."""
     short_conv: ShortConvSpec | None = None
-    """Of the layers with a gated short convolution."""
+    """Spec of the layers with a gated short convolution."""
     attention_gate: bool = False
     """q_proj gives each query head a gate behind it, whose sigmoid weighs the head's output."""
     mlp_size: int | None = None
@@ -266,14 +272,14 @@ class DecoderSpec:
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """Of the layers that have them."""
+        """State specs of the layers that have a recurrent state."""
         states = (self.state_of(layer) for layer in self.layers)
         return tuple(state for state in states if state is not None)
 
 
 def uniform_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """All layers are windowed, if the checkpoint has a window, or those with a window, with chunks
-    and without rotation are those that it names."""
+    """Layer specs from `layer_types` and `rope_layers` of the checkpoint. Without layer_types, all
+    layers are windowed if the checkpoint has a window, and all use full attention otherwise."""
     moe = config.moe
     all_alike = "full_attention" if config.sliding_window is None else "sliding_attention"
     types = config.layer_types or (all_alike,) * config.num_layers
@@ -291,9 +297,9 @@ def uniform_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
-    """ALiBi's slope of each head, of MPT, Baichuan, BLOOM and Falcon: for n heads, n a power of 2,
-    2^(-max_bias * i / n) with i from 1 to n; for another number those of the power of 2 below it,
-    and then every second one of those of the power above it."""
+    """ALiBi slope of each head, as in MPT, Baichuan, BLOOM and Falcon. For n heads, n a power of 2:
+    2^(-max_bias * i / n), i from 1 to n. For other n: the slopes for the next lower power of 2,
+    then every second slope for the next higher power of 2."""
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-max_bias * index / below) for index in range(1, below + 1)]
     odd = range(1, 2 * below, 2)
@@ -304,7 +310,7 @@ def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
 def without_rope(
     layers: tuple[LayerSpec, ...], is_rotated: Iterable[bool]
 ) -> tuple[LayerSpec, ...]:
-    """`layers`, of which only those that `is_rotated` says rotate queries and keys."""
+    """`layers`, where only the layers that `is_rotated` selects rotate queries and keys."""
     return tuple(
         layer if rotates else layer._replace(rope="none")
         for layer, rotates in zip(layers, is_rotated, strict=True)

@@ -104,7 +104,7 @@ def encoder_fields(architecture: str, fields: Fields) -> Json | None:
         raise ConfigError(f"{fields.file} divides hidden size {hidden_size} into {num_heads} heads")
     table, first = fields.count("max_position_embeddings"), 0
     if family in (ROBERTA, XLM_ROBERTA):
-        # Positions begin after that of the padding token.
+        # Position ids begin after the padding token's id.
         first = fields.get("pad_token_id", int, 1) + 1
     if not 0 <= first < table:
         raise ConfigError(

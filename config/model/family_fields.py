@@ -11,7 +11,7 @@ OTHER_NAMES = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "dff"),
     "max_position_embeddings": ("n_positions", "max_seq_len"),
 }
-"""The usual name -> those of GPT-2, Falcon, OPT and their like."""
+"""Usual field name -> names that GPT-2, Falcon, OPT and related families use."""
 
 HEADLESS_ENDINGS = (
     "TextModel",
@@ -19,9 +19,10 @@ HEADLESS_ENDINGS = (
     "TextForSequenceClassification",
     "ForSequenceClassification",
 )
-"""Of the decoder families without an output head; the text parts of larger models have Text."""
+"""Endings of architecture names without an output head. Text parts of multimodal models have Text
+in the ending."""
 GENERATOR_ENDINGS = ("ForCausalLM", "LMHeadModel")
-"""Of those with one."""
+"""Endings of architecture names with an output head."""
 
 
 def causal_name(architecture: str) -> str:

@@ -13,8 +13,8 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 MAX_JSON_BYTES = 32 * 2**20
-"""Size limit of one file. Published ones are below 2 MB, the index of 90,000 tensors below 10
-MB."""
+"""Maximum size of a JSON file. Published config files are below 2 MB; the index of 90,000 tensors
+is below 10 MB."""
 MAX_COUNT = 2**48
 """Largest integer of any field: products of a few of them stay exact."""
 MAX_FLOAT32 = 3.4028234663852886e38

@@ -65,8 +65,8 @@ class RopeConfig:
     partial: float = 1.0
     """Rotated fraction of a head."""
     sections: tuple[int, ...] = ()
-    """Of positions with three axes: how many frequencies each of them has, in the order of the
-    frequencies. Empty: positions have one axis."""
+    """Number of frequencies per position axis, for positions with three axes, in frequency order;
+    empty: positions have a single axis."""
     interleaves_sections: bool = False
     """The axes take turns: height has every third frequency from the second one on, width every
     third from the third one on, as many as its section says, and time has all others."""
@@ -82,7 +82,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The facts of one checkpoint.
+    """Facts about a checkpoint.
 
     Fields that only some families have default to neutral values (no window, multiplier 1).
     """
@@ -101,7 +101,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     local_rope: RopeConfig | None = None
-    """Of windowed and chunked layers, where it differs."""
+    """Rope of windowed and chunked layers, if it differs from `rope`."""
     rope_layers: tuple[bool, ...] = ()
     """Per layer, whether it rotates queries and keys; empty: all do."""
     tie_word_embeddings: bool = False
@@ -128,25 +128,29 @@ class ModelConfig:
     use_qk_norm: bool = False
     """Whether query and key heads are normed, in families where checkpoints differ."""
     num_mtp_layers: int = 0
-    """Layers behind the last one that predict further tokens, which the files may hold. They are
-    not loaded."""
+    """Multi-token-prediction layers after the last decoder layer that the files may hold. They are
+    not loaded with the model."""
     is_causal: bool = True
     """Whether attention is causal."""
     quantization: QuantizationConfig | None = None
-    """Of quantized weights, but for those that only one family has."""
+    """Quantization of the checkpoint's weights; None for formats that a single family handles
+    itself."""
     encoder: EncoderConfig | None = None
     """Set for encoders of the BERT family, which have no rotary embedding."""
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     num_parameters: int | None = None
-    """In the files, where they were counted: the size of a model that is not built in."""
+    """Number of elements in the files, where they were counted: the size of a model that is not
+    built in."""
     num_tower_parameters: int = 0
-    """Likewise, of the vision tower, which each card has; without files by its code."""
+    """Number of elements of the vision tower, which is on every card; without files, it comes from
+    the tower's code."""
     cached_numbers: int | None = None
     """In the keys and values of a token in all layers, where they were counted: layers of a model
     that is not built in may share them, or have heads of several sizes."""
     is_text_part: bool = False
-    """The files hold a model with images or audio, of which this is the text model."""
+    """Whether the files hold a model with images or audio whose text model this config
+    describes."""
     vision: VisionFacts | None = None
     """Set if the model takes images."""
     fields: Fields = field(default=Fields({}, Path()), compare=False, repr=False)
@@ -160,13 +164,14 @@ class ModelConfig:
         return self.quantization is not None or bool(self.fields.raw.get("quantization_config"))
 
     def kv_heads_per_rank(self, num_ranks: int) -> int:
-        """KV heads on each of so many tensor-parallel ranks. Of fewer heads than ranks, each is on
-        several ranks."""
+        """KV heads on each of `num_ranks` tensor-parallel ranks. With fewer heads than ranks, each
+        head is on several ranks."""
         return max(1, self.num_kv_heads // num_ranks)
 
 
 def check_limits(facts: ModelConfig) -> None:
-    """Raise ConfigError for sizes above those of any model, if there are no tensors to compare."""
+    """Raise ConfigError for sizes above the limits. Used where no tensors exist to compare the
+    sizes with."""
     moe = facts.moe
     for name, value, maximum in (
         ("layers", facts.num_layers, MAX_LAYERS),

@@ -31,7 +31,7 @@ class MoEFields(NamedTuple):
     """-1: the last one."""
     layer_step: str = ""
     first_of_step: bool = False
-    """Of that many layers in a row the first one has experts, not the last one."""
+    """Whether the first of every `layer_step` layers has experts, instead of the last."""
     dense_layers: str = ""
     expert_layers: str = ""
     """The layers that have experts; where it is set, the four fields above do not count."""
@@ -54,13 +54,13 @@ class MoEConfig:
     """Whether the weights of a token's experts sum to 1, before `scaling_factor`."""
     num_groups: int = 1
     top_groups: int = 1
-    """The experts of a token are in so many of the `num_groups` groups."""
+    """Number of the `num_groups` groups from which a token's experts come."""
     scaling_factor: float = 1.0
     first_layer: int = 0
     last_layer: int | None = None
     layer_step: int = 1
-    """Of `layer_step` layers in a row, the last one has experts, or the first one, as `fields`
-    says."""
+    """In every group of `layer_step` layers, a single layer has experts: the last, or the first if
+    MoEFields.first_of_step is set."""
     dense_layers: frozenset[int] = frozenset()
     expert_layers: frozenset[int] | None = None
     """The layers that have experts, in place of the four fields above."""

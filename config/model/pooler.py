@@ -42,7 +42,8 @@ class PoolerConfig:
     """What follows the last layer, and the facts for the API servers."""
 
     modes: tuple[str, ...]
-    """Of sentence_transformers.MODES; the vectors of several modes are concatenated."""
+    """Pooling modes, from sentence_transformers.MODES; the vectors of several modes are
+    concatenated."""
     facts: PoolingFacts
     dense: tuple[DenseConfig, ...] = ()
     has_head: bool = False

@@ -210,7 +210,8 @@ def _moe(family: Family | None, fields: Fields) -> MoEConfig | None:
 
 
 def _inner_size(fields: Fields, family: Family | None) -> int:
-    """Of a layer without experts; the largest where a model that is not built in has several."""
+    """Inner size of a layer without experts. If a model that is not built in has several sizes, the
+    largest."""
     sizes = fields.raw.get("intermediate_size")
     if family is None and isinstance(sizes, list) and sizes:
         return max(
@@ -234,8 +235,9 @@ def _dtype(fields: Fields, default: str) -> str:
 def _layer_types(
     fields: Fields, num_layers: int, rope_layers: tuple[bool, ...]
 ) -> tuple[int | None, int | None, tuple[str, ...]]:
-    """(window, size of a chunk, types of the layers): from layer_types, or sliding_window_pattern,
-    or max_window_layers, or all are alike; those with chunks are by default those that rotate."""
+    """(window, chunk size, layer types). The types come from layer_types, sliding_window_pattern or
+    max_window_layers; without these fields all layers are alike. By default, chunked layers are the
+    layers that rotate."""
     window = None
     # A window that is not used may be 0.
     if fields.get("use_sliding_window", bool, True):

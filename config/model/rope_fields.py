@@ -13,10 +13,12 @@ def rope_fields(fields: Fields) -> Json:
     """The rope of config.json: rope_parameters (transformers 5) or rope_scaling (transformers 4).
     The rules for a file with both are the rules of transformers 5.24:
 
-    1. rope_scaling replaces rope_parameters, whose other fields, rope_theta too, have no effect.
+    1. rope_scaling replaces rope_parameters. The other fields of rope_parameters, including
+    rope_theta, have no effect.
+
     2. rope_parameters of several layer types stay, and rope_scaling extends full_attention.
 
-    An absent, null or empty object gives nothing.
+    An absent, null or empty object is ignored.
     """
     parameters = fields.get("rope_parameters", dict, None) or {}
     scaling = fields.get("rope_scaling", dict, None) or {}

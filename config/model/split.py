@@ -1,4 +1,5 @@
-"""Whether a model can be divided among so many tensor-parallel ranks, from its config alone."""
+"""Checks from the config alone whether a model can be divided among tensor-parallel ranks or
+pipeline stages."""
 
 from collections.abc import Iterator
 
@@ -20,9 +21,9 @@ def check_split(
     distributes_experts: bool = False,
     num_engines: int = 1,
 ) -> None:
-    """ConfigError, with both numbers and those that work, when the model cannot be divided among so
-    many cards. `distributes_experts`: whole experts, not a part of each, are on each card, of
-    `num_engines` together."""
+    """Raise ConfigError, with both numbers and the numbers that work, if the model cannot be
+    divided among `num_cards` cards. `distributes_experts`: each card holds whole experts instead of
+    a part of each expert; the cards of all `num_engines` engines share the experts."""
     if distributes_experts and config.moe is None:
         raise ConfigError(f"{config.path} has no experts that could be distributed over ranks")
     counts = [*_divided(config, distributes_experts)]
@@ -49,7 +50,7 @@ def check_split(
 
 
 def check_stages(config: ModelConfig, num_stages: int) -> None:
-    """ConfigError when the layers of a model that is built in cannot be divided into so many
+    """Raise ConfigError if the layers of a built-in model cannot be divided into `num_stages`
     pipeline stages."""
     if num_stages == 1:
         return

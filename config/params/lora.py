@@ -23,7 +23,7 @@ class NamedAdapter(NamedTuple):
     kind: str = ""
     """IMAGE: requests with images have it that name no adapter."""
     root: str = ""
-    """As AdapterFolder.root."""
+    """Root folder of the adapter, see AdapterFolder.root."""
     label: str = ""
     """The folder as its user wrote it."""
 
@@ -94,7 +94,7 @@ class LoRAConfig:
 
     @property
     def adapters(self) -> tuple[NamedAdapter, ...]:
-        """Those of `lora_modules`, and of `default_mm_loras`."""
+        """Adapters of `lora_modules` and of `default_mm_loras`."""
         return (
             *map(_named_adapter, self.lora_modules),
             *_default_adapters(self.default_mm_loras),

@@ -1,4 +1,4 @@
-"""PoolingParams: the pooling parameters of one request; PoolingFacts: what a pooling model
+"""PoolingParams: the pooling parameters of a request. PoolingFacts: what a pooling model
 supports."""
 
 import msgspec
@@ -17,10 +17,10 @@ TASKS = (EMBED, TOKEN_EMBED, SCORE, CLASSIFY)
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """How to pool the hidden states of one text or pair.
+    """How to pool the hidden states of a text or pair.
 
-    Raises `UserError` for a value that no model supports; the engine refuses what its model does
-    not.
+    Raises `UserError` for a value that no model supports; the engine refuses values that its model
+    does not support.
     """
 
     task: str = EMBED

@@ -1,4 +1,4 @@
-"""SamplingParams: the sampling parameters of one request."""
+"""SamplingParams: the sampling parameters of a request."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -54,11 +54,11 @@ def _finite(value: float) -> bool:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """How to sample one request. Neutral values change no bit of the logits.
+    """How to sample a request. Neutral values leave the logits bit-identical.
 
-    Names, ranges and defaults are those of the OpenAI API, and of vLLM for its extensions.
-    They apply in this order: allowed and banned tokens, `min_tokens`, `logit_bias`; penalties;
-    temperature; `min_p`; `top_k`; `top_p`. Raises `UserError` when a value is out of range.
+    Names, ranges and defaults follow the OpenAI API; extensions follow vLLM. They apply in this
+    order: allowed and banned tokens, `min_tokens`, `logit_bias`; penalties; temperature; `min_p`;
+    `top_k`; `top_p`. Raises `UserError` when a value is out of range.
     """
 
     n: int = 1

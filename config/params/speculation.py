@@ -29,7 +29,8 @@ METHOD_KEYS: Mapping[str, tuple[str, ...]] = {
     MEDUSA: _HEAD,
     MLP_SPECULATOR: _HEAD,
 }
-"""Values of SpeculationMethod.method, and the keys that each has beside those of all methods."""
+"""Value of SpeculationMethod.method -> keys that only this method takes, besides the keys of all
+methods."""
 NOT_BUILT = ("ngram_gpu", "custom_class")
 """Methods of vLLM that are refused."""
 SPELLINGS: Mapping[str, str] = {"deepseek_mtp": MTP}
@@ -73,7 +74,8 @@ class SuffixLimits(NamedTuple):
     max_spec_factor: float = 1.0
     """Drafts for each token that matches."""
     min_token_prob: float = 0.1
-    """Of a draft and those before it, by how often they followed."""
+    """Minimum probability of a draft together with the drafts before it, estimated from how often
+    they followed."""
 
 
 USUAL_SUFFIX_LIMITS = SuffixLimits()
@@ -94,14 +96,15 @@ class SpeculationMethod:
     model: str = ""
     """Name of the checkpoint that drafts, as --model; empty: the method needs none."""
     revision: str | None = None
-    """Of a hub id."""
+    """Revision of a hub id."""
     max_model_len: int | None = None
-    """Of the drafter: behind so many tokens nothing is drafted; None: what its checkpoint takes."""
+    """Maximum context of the drafter in tokens: behind it nothing is drafted; None: the limit of
+    the drafter's checkpoint."""
     draft_tensor_parallel_size: int | None = None
     """Devices that the drafter is divided among; None: as the target."""
 
     suffix: SuffixLimits = USUAL_SUFFIX_LIMITS
-    """Of the method `suffix`."""
+    """Limits of the method `suffix`."""
 
     @property
     def has_drafter(self) -> bool:
@@ -148,7 +151,7 @@ class SpeculationConfig:
         return method is not None and method.method in (EAGLE, EAGLE3, MTP)
 
     def max_tokens_per_step(self) -> int:
-        """Tokens that a decode of one sequence computes: its last token and its drafts. Raises
+        """Tokens that a decode computes per sequence: its last token and its drafts. Raises
         ConfigError."""
         method = self.choose()
         return 1 if method is None else 1 + method.max_drafts
@@ -277,7 +280,8 @@ def _suffix(options: Mapping[str, object]) -> SuffixLimits:
 
 
 def _lookups(options: Mapping[str, object]) -> tuple[int, int]:
-    """The longest and the shortest n-gram; one that is not given is the other's, as in vLLM."""
+    """(longest, shortest) n-gram. If only a single limit is given, it is used for both, as in
+    vLLM."""
     names = ("prompt_lookup_max", "prompt_lookup_min")
     given = [_limited(options, name, MAX_LOOKUP) for name in names if name in options]
     if not given:

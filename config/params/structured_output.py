@@ -24,7 +24,8 @@ class ThinkingSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_inside: bool
-    """Whether the output begins inside the reasoning; else it may begin with one of `opens`."""
+    """Whether the output begins inside the reasoning; otherwise it may begin with any of
+    `opens`."""
     skips_blanks: bool
     """Whether line breaks may separate the reasoning from the rest."""
 

@@ -20,66 +20,66 @@ class WeightSpec(NamedTuple):
     """The fields of config.json that `shape` comes from; empty: the shape is not compared with the
     files before the model is built."""
     output_sizes: tuple[int, ...] = ()
-    """Of a parameter that merges several outputs along its first dimension: their sizes."""
+    """Sizes of the outputs that the parameter merges along its first dimension."""
     outputs: tuple[int, ...] = ()
     """Which of `output_sizes` the tensor holds."""
     num_heads: tuple[int, ...] = ()
-    """Heads of each output, where they consist of heads: of fewer heads than ranks, each is on
-    several ranks."""
+    """Number of heads of each output, if outputs consist of heads. With fewer heads than ranks,
+    each head is on several ranks."""
     shard_dim: int | None = None
     """The dimension of the parameter that tensor parallelism divides; None: every rank holds the
     whole."""
     expert: int | None = None
-    """Of a parameter that stacks experts along its first dimension: which one the tensor holds. The
-    fields above then describe one expert."""
+    """Index of the expert that the tensor holds, if the parameter stacks experts along its first
+    dimension. The fields above then describe a single expert."""
     total_experts: int | None = None
-    """Of such a parameter, if the tensor holds one expert: how many there are."""
+    """Number of experts that the parameter stacks, if the tensor holds a single expert."""
     num_experts: int | None = None
-    """Of such a parameter, if the tensor holds all experts, stacked likewise: how many."""
+    """Number of experts that the tensor holds, if it stacks all experts along a first dimension as
+    the parameter does."""
     interleaved_size: int | None = None
-    """Of a tensor of heads whose neighbouring rows are rotated together: rows of a head. In the
-    parameter those are in its two halves."""
+    """Rows per head, if rotated pairs are neighbouring rows in the tensor. In the parameter, the
+    first and second elements of the pairs are the two halves of the rotated rows."""
     rotated_size: int | None = None
-    """Of such a head, the leading rows that are rotated; None: all."""
+    """Number of leading rows of each head that are rotated; None: all rows."""
     interleaved_dim: int = 0
     """The dimension of the tensor that has those rows."""
     transposed: bool = False
     """The last two dimensions are swapped in the parameter."""
     row_groups: int | None = None
-    """Of a tensor with several outputs: in how many groups its rows are, each with a part of each
-    output, such as the queries, the key and the value of one KV head. None: the outputs are behind
-    each other."""
+    """Number of row groups of a tensor with several outputs. Each group has a part of every output,
+    such as the queries, the key and the value of a KV head. None: the outputs are concatenated."""
     row: int | None = None
-    """Of an output that consists of rows, the one that the tensor holds."""
+    """Index of the row that the tensor holds, if the tensor is a single row of an output."""
     offset: float = 0.0
     """Added to the tensor, in float32."""
     normalized: bool = False
     """Each row is scaled to a length of 1."""
     interleaved_start: int = 0
-    """Rows of each head in front of those of `interleaved_size`, which stay as they are."""
+    """Number of rows at the start of each head, before the `interleaved_size` rows, that keep their
+    order."""
     repeats: int | None = None
     """How often the tensor is repeated along a new first dimension; None: there is none."""
     leading_rows: int | None = None
     """How many rows at the beginning of the tensor the parameter has; None: all."""
     mxfp4: Literal["", "blocks", "scales"] = ""
-    """Of a parameter whose checkpoint has MXFP4: which half of it the tensor is. Both halves have
-    the other fields in common."""
+    """Which half of an MXFP4 weight the tensor is. Both halves have the same other fields."""
     mxfp4_columns: tuple[int, int] | None = None
-    """Of the columns in the blocks, the begin and the end of those that the parameter has; None:
-    all."""
+    """(begin, end) of the columns of the MXFP4 weight that the parameter has; None: all columns."""
     rounds_up: bool = False
     """Where the ranks cannot divide the tensor evenly, the shards of the parameter are rounded up,
     and zero where the tensor ends."""
     scheme: WeightScheme | None = None
-    """Of a quantized weight. The fields above, but `name`, then describe the weight itself."""
+    """Storage scheme of a quantized weight; None: not quantized. The fields above, except `name`,
+    then describe the weight itself."""
     part: WeightPart | None = None
-    """Which of the tensors it is stored as."""
+    """Which stored tensor of the quantized weight this is."""
     is_kv_scale: bool = False
     """One number above 0: the scale of a layer's cached keys or values."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of the tensor in the file."""
+        """Shape of the tensor in the file."""
         if self.part is None:
             return self.shape
         if self.num_experts is not None:
@@ -87,7 +87,7 @@ class WeightSpec(NamedTuple):
         return self.part.shape(*self.shape)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of `shape` is the one."""
+        """Whether a tensor of `shape` can be this tensor."""
         if self.is_kv_scale:
             return math.prod(shape) == 1
         expected = self.stored_shape
@@ -104,7 +104,7 @@ class WeightSpec(NamedTuple):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether it is the weight of all experts for one of their products."""
+        """Whether the tensor holds a projection weight of all experts."""
         parameter = self.parameter.rpartition(".")[2]
         return self.num_experts is not None and parameter in ("w13_weight", "w2_weight")
 
@@ -118,24 +118,25 @@ class WeightSpec(NamedTuple):
 
     @property
     def mxfp4_parameter(self) -> str:
-        """As quantized_parameter, of a half of MXFP4; empty if it is none."""
+        """Path of the parameter that keeps this MXFP4 half as stored; empty if the tensor is no
+        MXFP4 half."""
         return self.mxfp4 and self.parameter.removesuffix("weight") + self.mxfp4
 
     @property
     def is_stored_as_is(self) -> bool:
-        """Whether the bytes of the tensor are those of a part of the parameter with its dtype."""
+        """Whether the bytes of the tensor, if it has the dtype of the parameter, are a part of the
+        bytes of the parameter."""
         changes = (self.transposed, self.offset, self.normalized, self.mxfp4, self.part)
         is_set = (self.interleaved_size, self.row_groups, self.row, self.repeats, self.leading_rows)
         return not (any(changes) or self.is_kv_scale) and all(one is None for one in is_set)
 
     def num_shards(self, output: int, num_ranks: int) -> int:
-        """How many different shards of `output` there are on so many ranks, in the order of the
-        ranks."""
+        """Number of distinct shards of `output` on `num_ranks` ranks; shards are in rank order."""
         return min(num_ranks, self.num_heads[output]) if self.num_heads else num_ranks
 
     def num_elements(self) -> int:
-        """Of the parameter, those that the tensor fills; of a quantized weight, those of the
-        weight."""
+        """Number of elements of the parameter that the tensor fills, or of the quantized weight; 0
+        for scales and other extra tensors."""
         if self.mxfp4 == "scales" or (self.part is not None and self.part.role != "values"):
             return 0
         if self.mxfp4_columns is not None:
@@ -152,9 +153,9 @@ class WeightMap:
     """The tensors of a model, with all names as `map_name` gives them."""
 
     outer: tuple[WeightSpec, ...]
-    """Outside the layers."""
+    """Tensors outside the layers."""
     layers: tuple[tuple[WeightSpec, ...], ...] = ()
-    """Of each layer, names and parameters relative to the two prefixes below."""
+    """Tensors of each layer, with names and parameters relative to the two prefixes below."""
     layer_prefix: str = ""
     """Before the layer's index in the checkpoint, such as `model.layers.`."""
     parameter_prefix: str = ""
@@ -167,17 +168,18 @@ class WeightMap:
     renamed: tuple[tuple[str, str], ...] = ()
     """(old, new) parts of names in early checkpoints."""
     ignored_prefixes: tuple[str, ...] = ()
-    """Of tensors that a checkpoint may hold and the model does not need."""
+    """Name prefixes of tensors that a checkpoint may hold and the model does not need."""
     ignored_suffixes: tuple[str, ...] = ()
     optional: tuple[WeightSpec, ...] = ()
-    """Tensors that a checkpoint may hold; some are other names of the same one."""
+    """Tensors that a checkpoint may hold; some are alternative names of the same tensor."""
     alternatives: tuple[tuple[WeightSpec, ...], ...] = ()
     """Groups of tensors of a layer. A checkpoint may hold each group in place of the tensors of
     `layers` with the same parameters: one tensor of all experts in place of a tensor for each."""
     is_text_part: bool = False
     """Whether the checkpoint holds a model with images or audio, and the map its text model."""
     has_tower: bool = False
-    """The vision tower is loaded too, by a map of its own: this one is of the rest, or of it."""
+    """Whether the vision tower is loaded too. It has a separate map; this field is set in the map
+    of the text model and in the map of the tower."""
 
     def entries(self) -> Iterator[WeightSpec]:
         """Every tensor that a checkpoint must hold."""

@@ -6,7 +6,8 @@ from config.checkpoint.weight_maps.base import Axis, WeightSpec, linear, row_lin
 from config.model.model_config import ModelConfig
 
 GATES = ("cross_attn_attn_gate", "cross_attn_mlp_gate")
-"""Of the attention and of the MLP; of the layer itself."""
+"""Parameter names of the gates of the attention and of the MLP, which belong to the layer
+itself."""
 
 
 def cross_weights(config: ModelConfig, hidden: Axis) -> Iterator[WeightSpec]:

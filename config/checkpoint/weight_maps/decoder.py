@@ -30,8 +30,8 @@ VALUES = 2
 def decoder_weight_map(
     config: ModelConfig, spec: DecoderSpec, *, has_head: bool = True
 ) -> WeightMap:
-    """The tensors of a decoder. The model's own names are those of Llama; `spec.names` has those
-    that differ in the checkpoint."""
+    """The weight map of a decoder. The model uses Llama's names; `spec.names` maps the names that
+    differ in the checkpoint."""
     hidden, vocab = Axis(config.hidden_size, "hidden_size"), Axis(config.vocab_size, "vocab_size")
     has_own_head = has_head and not config.tie_word_embeddings
     rows = vocab

@@ -12,8 +12,8 @@ FIRST_LAYER = "model.layers.0."
 
 
 def eagle_weight_map(config: ModelConfig, spec: DecoderSpec) -> WeightMap:
-    """Of EAGLE: a projection and the layers of a decoder, the first one without its first norm, and
-    no norm at the end. Embedding and head are the target's."""
+    """Weight map of an EAGLE drafter: a projection and decoder layers, the first layer without its
+    input norm, and no final norm. The target provides embedding and head."""
     hidden = Axis(config.hidden_size, "hidden_size")
     both = Axis(2 * hidden.size, "2 * hidden_size")
     layers = decoder_weight_map(config, spec, has_head=False)
@@ -26,8 +26,8 @@ def eagle_weight_map(config: ModelConfig, spec: DecoderSpec) -> WeightMap:
 def eagle3_weight_map(
     config: ModelConfig, spec: DecoderSpec, *, target_hidden: int, draft_vocab: int
 ) -> WeightMap:
-    """Of EAGLE-3: a projection of three hidden states, one layer that reads embeddings and hidden
-    states side by side, a norm, and a head over the most frequent tokens."""
+    """Weight map of an EAGLE-3 drafter: a projection of three hidden states, a layer that reads
+    embeddings and hidden states side by side, a norm, and a head over the most frequent tokens."""
     hidden = Axis(config.hidden_size, "hidden_size")
     three = Axis(3 * target_hidden, "3 * hidden_size of the target")
     both = Axis(2 * hidden.size, "2 * hidden_size")
@@ -55,8 +55,9 @@ def eagle3_weight_map(
 
 
 def mtp_weight_map(config: ModelConfig, spec: DecoderSpec) -> WeightMap:
-    """Of the last layer of `config`, which follows those of the target in its own checkpoint.
-    Embedding and head are the target's, which the checkpoint repeats in the layer."""
+    """Weight map of an MTP drafter: the last layer of `config`, which follows the target's layers
+    in the target's checkpoint. The target provides embedding and head; their copies in the layer
+    are ignored."""
     hidden = Axis(config.hidden_size, "hidden_size")
     both = Axis(2 * hidden.size, "2 * hidden_size")
     layers = decoder_weight_map(config, spec, has_head=False)

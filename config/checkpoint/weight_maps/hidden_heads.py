@@ -1,5 +1,5 @@
-"""Sizes and tensors of heads that draft from the hidden states of one token alone: Medusa, and the
-MLP speculator of IBM. As vLLM's medusa.py and mlp_speculator.py read them."""
+"""Sizes and tensors of draft heads that read the hidden state of a single token: Medusa, and IBM's
+MLP speculator. Field names follow vLLM's medusa.py and mlp_speculator.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +19,16 @@ class HiddenHeadSizes:
     """What a head says of itself."""
 
     num_heads: int
-    """Tokens that it drafts at most."""
+    """Maximum drafted tokens."""
     hidden_size: int
-    """Of the target."""
+    """Hidden size of the target."""
     vocab_size: int
     num_blocks: int = 1
     """Medusa: residual blocks of a head."""
     has_bias: bool = False
-    """Medusa: of the blocks."""
+    """Medusa: whether the blocks have biases."""
     inner_size: int = 0
-    """MLP speculator: of its states."""
+    """MLP speculator: size of its states."""
     is_tied: bool = False
     """MLP speculator: all heads have the same weights, and the projections behind the first."""
     scales_input: bool = False
@@ -57,7 +57,7 @@ def read_head_sizes(method: SpeculationMethod, folder: str, target: ModelConfig)
 
 
 def _medusa(fields: Fields, folder: str, target: ModelConfig) -> HiddenHeadSizes:
-    """As vLLM's, or as the heads were first published."""
+    """Sizes of Medusa heads, in vLLM's format or in the format of the first publication."""
     vocab_size = fields.count("vocab_size", target.vocab_size)
     if fields.count("truncated_vocab_size", vocab_size) != vocab_size:
         raise ConfigError(

@@ -19,11 +19,11 @@ def _scales(weight_map: WeightMap) -> Iterator[WeightSpec]:
         names = [spec.name for spec in layer if spec.parameter == _PROJECTION]
         if not names:
             continue
-        # As self_attn.k_proj.weight, in a file.
+        # The checkpoint's name of a projection, such as self_attn.k_proj.weight.
         attention = names[0].rsplit(".", 2)[0]
         for kind in ("k", "v"):
             scale = f"{kind}_scale"
-            # Of llmcompressor, of vLLM's own models, and of AutoFP8 and ModelOpt.
+            # Names written by llmcompressor, by vLLM's own models, and by AutoFP8 and ModelOpt.
             for module in ("", "attn.", f"{kind}_proj.", "qkv_proj."):
                 yield WeightSpec(
                     f"{weight_map.layer_prefix}{index}.{attention}.{module}{scale}",

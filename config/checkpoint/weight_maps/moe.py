@@ -82,7 +82,7 @@ def _separate_experts(
 def _expert(
     expert: int, experts: Axis, names: MoESpec, hidden: Axis, inner: Axis
 ) -> Iterator[WeightSpec]:
-    """The tensors of one routed expert."""
+    """Tensors of a single routed expert."""
     gate, up, down = names.projections
     path = f"{names.block}.experts"
     for output, name in enumerate((gate, up)):
@@ -116,7 +116,7 @@ def _merged(name: str, parameter: str, inner: Axis, hidden: Axis) -> WeightSpec:
 
 
 def _of_all(spec: WeightSpec, experts: Axis) -> WeightSpec:
-    """`spec` of one expert, as a tensor that stacks all."""
+    """The spec of a tensor that stacks all experts, from the `spec` of a single expert."""
     return spec._replace(
         shape=(experts.size, *spec.shape),
         fields=spec.fields and f"{experts.fields} x {spec.fields}",

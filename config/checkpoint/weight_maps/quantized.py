@@ -51,8 +51,8 @@ def _stacked(weight: WeightSpec, scheme: WeightScheme) -> Iterator[WeightSpec]:
 
 
 def _is_linear(weight: WeightSpec, *, has_head: bool) -> bool:
-    """Whether it is the weight of a linear layer, or of one in an expert, that formats quantize:
-    not of routers, convolutions, norms and embeddings."""
+    """Whether `weight` belongs to a linear layer, possibly inside an expert, that formats quantize.
+    Routers, convolutions, norms and embeddings are not quantized."""
     if not weight.name.endswith(_WEIGHT) or len(weight.shape) != 2:
         return False
     if weight.parameter == _HEAD:

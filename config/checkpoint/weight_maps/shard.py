@@ -11,7 +11,7 @@ Interval = tuple[int, int]
 
 
 class ShardRank(NamedTuple):
-    """A rank among those that divide a model."""
+    """This rank's position among the ranks that divide a model."""
 
     rank: int = 0
     size: int = 1
@@ -40,20 +40,20 @@ class Shard(NamedTuple):
     """A part of a tensor."""
 
     spec: WeightSpec
-    """Of the part, as if it were a whole tensor of a model of this rank's sizes. Its name is that
-    of the whole tensor."""
+    """Spec of the part as if it were a whole tensor of a model with this rank's sizes. Its name is
+    the name of the whole tensor."""
     dim: int = 0
     """The dimension of the stored tensor that `intervals` are along."""
     intervals: tuple[Interval, ...] | None = None
-    """In rising order, none adjacent; None: the whole tensor. Of a quantized weight, those of the
-    weight (out, in), or (experts, out, in)."""
+    """Sorted, non-adjacent intervals; None: the whole tensor. For a quantized weight, the intervals
+    refer to the unpacked weight (out, in) or (experts, out, in)."""
     total: int = 0
     """Size of that dimension, if there are intervals."""
 
     @property
     def stored(self) -> tuple[int, tuple[Interval, ...] | None]:
-        """(dimension of the tensor in the file, its intervals): of a quantized weight those that
-        have all that is needed, and may have more."""
+        """(dimension of the tensor in the file, its intervals). For a quantized weight, the
+        intervals cover all needed values and may cover more."""
         part, num_before = self.spec.part, int(self.spec.num_experts is not None)
         if part is None or self.intervals is None or self.dim < num_before:
             return self.dim, self.intervals
@@ -63,8 +63,8 @@ class Shard(NamedTuple):
         return 0, None
 
     def each_expert(self) -> Iterator["Shard"]:
-        """Of a quantized weight of all experts, those of one expert after the other, as if each had
-        tensors of its own; of another, itself."""
+        """Shards of the single experts, as if each expert had its own tensors, if this is a
+        quantized weight of all experts; otherwise this shard itself."""
         spec, count = self.spec, self.spec.num_experts
         if count is None or spec.part is None:
             yield self
@@ -130,7 +130,7 @@ def _of_blocks(spec: WeightSpec, dim: int, at: ShardRank) -> Shard:
 
 
 def _of_outputs(spec: WeightSpec, at: ShardRank) -> Shard | None:
-    """Of a tensor with one or several outputs: each of them is divided."""
+    """Shard of a tensor with at least one output. Each output is divided among the ranks."""
     num_shards = [spec.num_shards(i, at.size) for i in range(len(spec.output_sizes))]
     sizes = tuple(size // n for size, n in zip(spec.output_sizes, num_shards, strict=True))
     local = spec._replace(output_sizes=sizes)
@@ -162,7 +162,8 @@ def _of_outputs(spec: WeightSpec, at: ShardRank) -> Shard | None:
 
 
 def _stored_dim(spec: WeightSpec, dim: int) -> int:
-    """The dimension of the stored tensor for that of the parameter, or of one expert of it."""
+    """Dimension of the stored tensor that corresponds to `dim` of the parameter (or of an expert of
+    it)."""
     if spec.transposed:
         dim = 1 - dim
     return dim + (spec.num_experts is not None)
@@ -173,7 +174,7 @@ def _resized(spec: WeightSpec, dim: int, size: int) -> WeightSpec:
 
 
 def _joined(intervals: list[Interval]) -> tuple[Interval, ...]:
-    """Adjacent ones as one."""
+    """Merge adjacent intervals."""
     joined: list[Interval] = []
     for begin, end in intervals:
         if joined and joined[-1][1] == begin:

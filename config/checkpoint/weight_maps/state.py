@@ -30,7 +30,7 @@ def mamba2_weights(spec: Mamba2Spec, hidden: Axis) -> Iterator[WeightSpec]:
     yield from row_linear(
         f"{name}.out_proj", hidden, inner, has_bias=spec.proj_bias, parameter=f"{LAYER}.out_proj"
     )
-    # Of the convolution: x, B and C.
+    # Channels of the convolution: x, B and C.
     channels = sizes[1:4], counts[1:4]
     yield from _recurrence(name, conv, heads, spec.conv_kernel, *channels)
     yield WeightSpec(f"{name}.D", (heads.size,), f"{LAYER}.D", heads.fields, shard_dim=0)

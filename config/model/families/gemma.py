@@ -43,7 +43,8 @@ def _gemma3(config: ModelConfig) -> DecoderSpec:
 def _with_caps(
     config: ModelConfig, *, attention: float | None = None, logits: float | None = None
 ) -> DecoderSpec:
-    """With the soft caps of the file; one that it does not name is `attention` or `logits`."""
+    """The spec with the soft caps of config.json. `attention` and `logits` are the defaults for
+    absent fields."""
     fields = config.fields
     if fields.get("use_bidirectional_attention", bool, False):
         raise ConfigError(
@@ -58,7 +59,7 @@ def _with_caps(
 
 
 def _cap(fields: Fields, name: str, default: float | None) -> float | None:
-    """A field that is null means no cap, and one that is absent the default."""
+    """Soft cap from the field `name`: null means no cap, an absent field means `default`."""
     return fields.number_or_none(name, above=0.0) if name in fields.raw else default
 
 

@@ -92,8 +92,8 @@ def _rotated_with_windows(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _windows(fields: Fields) -> Mapping[str, Any]:
-    """The layers with a window: all but each n-th one, or in EXAONE 4 those of a pattern of
-    letters, L for a window; the last layer has none there."""
+    """Layer types from the window's pattern. By default every n-th layer has full attention. EXAONE
+    4 gives a pattern of letters (L: window); its last layer has full attention."""
     window = fields.raw.get("sliding_window")
     if window is None or fields.raw.get("layer_types"):
         return {}

@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE: a router that chooses two experts one after the other."""
+"""Phi-3.5-MoE: SparseMixer routing, which chooses two experts in succession."""
 
 from collections.abc import Mapping
 from typing import Any

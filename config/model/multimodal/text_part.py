@@ -165,8 +165,8 @@ def with_architecture(fields: Fields) -> Fields:
 
 
 def is_unknown_whole(fields: Fields) -> bool:
-    """Whether `fields` describe a model with a text model and images that is none of WHOLE_MODELS.
-    transformers' code of it says whether its images can be served."""
+    """Whether `fields` describe a model with a text model and images that is not in WHOLE_MODELS. A
+    check of the transformers code decides whether its images can be served."""
     names = fields.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] in WHOLE_MODELS:
         return False
@@ -176,8 +176,8 @@ def is_unknown_whole(fields: Fields) -> bool:
 
 
 def text_part(fields: Fields) -> Fields | None:
-    """The fields of a text model from those of the model that it is a part of; None if `fields`
-    describe no such model. ConfigError for a text model that is not known."""
+    """Fields of the text model inside a multimodal model's config; None if `fields` describe no
+    multimodal model. Raises ConfigError for an unknown text model."""
     names = fields.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         return None

@@ -21,7 +21,7 @@ from config.model.quantization.fields import (
 )
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Of the eight outputs in an int32, from its lowest bits on."""
+"""Output index of each of the eight values in an int32, from the lowest bits up."""
 
 
 def read_awq(fields: Fields) -> QuantizationConfig:

@@ -27,10 +27,11 @@ Role = Literal[
     "nested_blocks",
     "nested_codes",
 ]
-"""Of a tensor: quantized values; what they are multiplied by; zero points, which are subtracted
-before; the group of each input; the scale of activations; the sizes of the weight. Of a flat
-weight: scales of blocks; what values stand for; sizes in JSON; both of scales that are
-quantized."""
+"""Role of a stored tensor. values: quantized values; scales: factors of the values; zeros: zero
+points, subtracted before scaling; groups: the group of each input; input_scale: scale of
+activations; shape: sizes of the weight. For a flat weight, blocks: scales of blocks; codes: table
+of dequantized values; state: sizes in JSON; nested_blocks and nested_codes: blocks and codes of
+quantized scales."""
 
 PARAMETERS: dict[Role, str] = {
     "values": "qweight",
@@ -39,7 +40,7 @@ PARAMETERS: dict[Role, str] = {
     "groups": "g_idx",
     "input_scale": "input_scale",
 }
-"""Of a quantized linear layer, the parameter that such tensors fill."""
+"""Role -> name of the parameter of a quantized linear layer."""
 
 
 class StoredAxis(NamedTuple):
@@ -64,25 +65,26 @@ class WeightPart(NamedTuple):
 
     role: Role
     suffix: str
-    """Of its name, behind that of the module."""
+    """Suffix of the tensor's name after the module's name."""
     axes: tuple[StoredAxis, ...]
-    """Of the tensor; none: one number for the whole weight."""
+    """Axes of the tensor; empty: a single number for the whole weight."""
     dtypes: tuple[str, ...]
-    """As safetensors spells them."""
+    """Accepted dtypes, as spelled in safetensors headers."""
     bits: int = 0
-    """Of integers."""
+    """Bits of an integer value; 0: no integers."""
     order: tuple[int, ...] = ()
     """Which of the values in an int32 is in its lowest bits, which in the next ones; empty: they
     are in their own order."""
     offset: int = 0
     """Added to integers, modulo 2^bits; to integers that are not packed, plainly."""
     factor: float = 1.0
-    """Of scales: they are multiplied by it."""
+    """Factor by which scales are multiplied."""
     flat: int = 0
-    """Of a flat weight: how many of its numbers, in the order of memory, share an entry; 0: any."""
+    """Number of consecutive elements of a flat weight that share an entry; 0: not a flat weight, or
+    any number."""
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """Of the tensor in the file."""
+        """Shape of the tensor in the file."""
         if self.role == "shape":
             return (2,)
         if self.flat:
@@ -112,11 +114,13 @@ class WeightScheme:
     block_rows: int = 1
     """Outputs that share a scale; 0: all."""
     is_symmetric: bool = True
-    """Without zero points: those of integers are in the middle."""
+    """Whether weights have no zero points. The zero point of integers is then the middle of their
+    range."""
     desc_act: bool = False
     """Groups are not of neighbouring inputs: a tensor says which each input belongs to."""
     activations: Literal["none", "dynamic", "static"] = "none"
-    """Whether they are quantized: with a scale of each token, or with one of the checkpoint."""
+    """Quantization of activations: none, with a scale per token (dynamic), or with a scale from the
+    checkpoint (static)."""
     is_flat: bool = False
     """The weight is a list of numbers in the order of memory, in blocks: each rank reads all of it,
     and dequantizes it while it is loaded."""
@@ -134,7 +138,7 @@ class Rule(NamedTuple):
     """A scheme, and the modules that have it."""
 
     targets: tuple[str, ...]
-    """As QuantizationConfig.ignored; `Linear`: all linear layers."""
+    """Module names or patterns, as in QuantizationConfig.ignored; `Linear`: all linear layers."""
     scheme: WeightScheme
 
 
@@ -168,8 +172,8 @@ class QuantizationConfig:
     ignored_suffixes: tuple[str, ...] = ()
     """Ends of the names of tensors that a checkpoint may hold and nobody needs."""
     stacked: WeightScheme | None = None
-    """Of experts that the checkpoint stacks in one tensor for each product. Names of its parts
-    follow that of the tensor without a dot. None: quantized experts are stored one by one."""
+    """Scheme of experts that the checkpoint stacks in a tensor per projection. A part's suffix
+    follows the tensor's name without a dot. None: quantized experts are stored separately."""
 
     @property
     def schemes(self) -> tuple[WeightScheme, ...]:
@@ -178,7 +182,8 @@ class QuantizationConfig:
         return (*own, *(rule.scheme for rule in self.rules))
 
     def scheme_of(self, module: str) -> WeightScheme | None:
-        """Of the linear layer that the checkpoint calls `module`; None: it is not quantized."""
+        """Scheme of the linear layer that the checkpoint calls `module`; None: the layer is not
+        quantized."""
         index = _first(self.overrides.patterns, module)
         if index is not None:
             return self.overrides.schemes[index]
@@ -192,7 +197,8 @@ class QuantizationConfig:
 
 @lru_cache(maxsize=16)
 def expressions(names: tuple[str, ...], where: str = "quantization_config") -> Expressions:
-    """Those among names of modules. Raises ConfigError."""
+    """The compiled regular expressions among `names` (entries behind EXPRESSION). Raises
+    ConfigError."""
     found = [name.removeprefix(EXPRESSION) for name in names if name.startswith(EXPRESSION)]
     return Expressions(found, where, START)
 
@@ -225,5 +231,5 @@ def _names(module: str) -> tuple[str, ...]:
 
 
 def packed_axis(of: int, bits: int) -> StoredAxis:
-    """Of int32 that hold values of so many bits."""
+    """Axis of int32 elements that pack values of `bits` bits."""
     return StoredAxis(of, INT32_BITS // bits, is_packed=True)

@@ -9,7 +9,7 @@ from config.model.quantization.base import EXPRESSION, Overrides, WeightScheme, 
 
 FLOATS = ("F16", "BF16", "F32")
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-"""Of caches in FP8: those of keys and values are read where the cache is in FP8."""
+"""Name suffixes of scales of FP8 caches. Scales of keys and values are read if the cache is FP8."""
 
 
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}

@@ -44,7 +44,7 @@ class QuantConfig:
         return self.mode == MEASURE
 
     def measure_file(self, rank: int, num_ranks: int, suffix: str = ".npz") -> Path:
-        """That of `rank`, with activations' and weights' largest magnitudes."""
+        """File with the largest magnitudes of activations and weights that `rank` measured."""
         ranks = f"_{rank}_{num_ranks}" if self.names_ranks else ""
         return Path(f"{self.dump_stats_path}_hooks_{self.observer}{ranks}{suffix}")
 

@@ -25,7 +25,7 @@ def read_modelopt(fields: Fields) -> QuantizationConfig:
 
 
 def _pattern(name: str) -> str:
-    """`name` as in QuantizationConfig.ignored: an asterisk stands for any text."""
+    """`name` as an entry of QuantizationConfig.ignored. An asterisk matches any text."""
     if "*" not in name or name.startswith(EXPRESSION):
         return name
     return EXPRESSION + ".*".join(re.escape(part) for part in name.split("*")) + "$"
