@@ -1,4 +1,4 @@
-"""Folders of caches that cannot be written: what the errors say."""
+"""Errors for cache folders that cannot be written."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def check_room(folder: Path, num_bytes: int, what: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Write the data of a file to the disk, so that a rename behind it cannot be written first."""
+    """Flush a file's data to disk, so that a later rename cannot reach the disk before the data."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

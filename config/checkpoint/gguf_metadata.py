@@ -16,8 +16,8 @@ from config.model.json_fields import MAX_COUNT, shown
 
 MAX_METADATA_BYTES = 128 * 2**20
 MAX_ELEMENTS = 2**21
-"""Elements of all arrays in one file. A vocabulary of 262,144 tokens has 1.3 million: texts, types,
-scores and merges."""
+"""Maximum number of elements of all arrays in a file. A vocabulary of 262,144 tokens has 1.3
+million: texts, types, scores and merges."""
 MAX_KEYS = 2**16
 MAX_TENSORS = 2**17
 MAX_DIMENSIONS = 4
@@ -36,13 +36,13 @@ _NUMBER_TYPES = {
     GGMLQuantizationType.I32: "i4",
     GGMLQuantizationType.I64: "i8",
 }
-"""Unquantized tensor types; all others are blocks of bytes."""
+"""Unquantized tensor types. All other types store blocks of bytes."""
 
 T = TypeVar("T")
 
 
 class GgufTensor(NamedTuple):
-    """One entry of the directory, with a view of its bytes in the mapped file."""
+    """An entry of the tensor directory, with a view of its bytes in the mapped file."""
 
     tensor_type: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -50,12 +50,12 @@ class GgufTensor(NamedTuple):
     n_elements: int
     n_bytes: int
     data: npt.NDArray[Any]
-    """Outermost dimension first; blocks as bytes."""
+    """Values, outermost dimension first; uint8 for block types."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """One file, memory-mapped."""
+    """A memory-mapped GGUF file."""
 
     path: Path
     metadata: dict[str, Any]
@@ -128,8 +128,8 @@ def open_gguf(path: Path) -> GgufFile:
 def parse_gguf(
     data: npt.NDArray[np.uint8], path: Path, max_metadata_bytes: int = MAX_METADATA_BYTES
 ) -> GgufFile:
-    """Read the directory in `data`, the bytes of a file that errors call `path`. ConfigError as of
-    open_gguf."""
+    """Read the directory in `data`, the bytes of a file that errors call `path`. Raises ConfigError
+    like open_gguf."""
     try:
         file = _Reader(data, path, max_metadata_bytes).read()
     except ValueError as error:
@@ -157,14 +157,14 @@ class _Reader:
             raise ValueError("it does not begin with GGUF")
         version = int(self._number("I"))
         if version & 0xFFFF == 0:
-            # Big-endian file.
+            # The file is big-endian.
             self._order = ">"
             version = int.from_bytes(version.to_bytes(4, "little"), "big")
         if version not in _VERSIONS:
             raise ValueError(f"it is of version {version}, which is none of 2 and 3")
         num_tensors = self._count("tensors", MAX_TENSORS)
         num_keys = self._count("keys", MAX_KEYS)
-        # The minimum size of each: lengths, types and offsets.
+        # Minimum size of each array element: lengths, types and offsets.
         self._check_room("keys", num_keys, 13)
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
@@ -292,6 +292,6 @@ class _Reader:
         if tensor_type in _NUMBER_TYPES:
             data = data.view(f"{self._order}{_NUMBER_TYPES[tensor_type]}").reshape(shape[::-1])
         else:
-            # A tensor of a single dimension is one row.
+            # A tensor with a single dimension is a single row.
             data = data.reshape(*(shape[:0:-1] or (1,)), -1)
         return GgufTensor(tensor_type, shape, n_elements, n_bytes, data)

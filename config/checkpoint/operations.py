@@ -27,8 +27,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def check_operations(facts: ModelConfig) -> None:
-    """Raise ConfigError for an activation or a rope type that the models that are built in do not
-    have."""
+    """Raise ConfigError for an activation or a rope type that built-in models do not support."""
     ropes = [facts.rope] if facts.local_rope is None else [facts.rope, facts.local_rope]
     scalings = [rope.scaling for rope in ropes]
     kinds = ["default" if scaling is None else scaling.kind for scaling in scalings]

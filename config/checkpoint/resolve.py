@@ -1,4 +1,4 @@
-"""From the name of a model (folder, GGUF file, Hugging Face id, demo) to a local folder."""
+"""Resolves a model's name (folder, GGUF file, Hugging Face id, demo) to a local folder."""
 
 import os
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def _folder(
     report: Report,
     check: Callable[[str], object],
 ) -> str:
-    """The folder of `model` with its own config.json. `resolve` explains the arguments."""
+    """The folder of `model` with its original config.json. `resolve` explains the arguments."""
     sampling = NO_SAMPLING
     if model in NAMES:
         model, sampling = fetch_demo(cache_dir, progress, report), SAMPLING
@@ -107,7 +107,7 @@ def _folder(
 
 
 def no_such_model(model: str) -> ConfigError:
-    """The error for a name that is neither here nor a name of the hub."""
+    """The error for a name that is neither a local path nor a hub id."""
     if model.startswith((".", "/", "~")) or model.lower().endswith(".gguf"):
         return ConfigError(f"no such file or folder: {model}")
     return ConfigError(

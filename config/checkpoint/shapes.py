@@ -1,6 +1,5 @@
-"""Comparison of the sizes in config.json with the shapes of the tensors in the files, before a
-model is built, so that no wrong size is allocated. Reads no weights.
-"""
+"""Compares the sizes in config.json with the tensor shapes in the files before a model is built, so
+that no wrong size is allocated. Reads no weights."""
 
 import re
 from collections.abc import Iterable
@@ -61,7 +60,7 @@ def check_num_layers(facts: ModelConfig, num_layers: int, source: Path) -> None:
 
 
 def model_shapes(facts: ModelConfig, stored: Shapes) -> Shapes:
-    """The shapes in `stored` of the text model, without tensors for images or audio."""
+    """Shapes in `stored` that belong to the text model, without tensors for images or audio."""
     if not facts.is_text_part:
         return stored
     return {
@@ -72,7 +71,7 @@ def model_shapes(facts: ModelConfig, stored: Shapes) -> Shapes:
 
 
 def weight_map_of(facts: ModelConfig) -> WeightMap | None:
-    """The tensors of the built-in model, without a classification head; None if it is not built
+    """Weight map of a built-in model, without a classification head; None if the model is not built
     in."""
     if facts.encoder is not None:
         return encoder_weight_map(facts)
