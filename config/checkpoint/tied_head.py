@@ -14,9 +14,9 @@ _SAMPLE_BYTES = 4096
 
 
 def check_tied_head(facts: ModelConfig) -> None:
-    """Raise ConfigError if config.json of folder `facts.path` has `tie_word_embeddings`, and the
-    files a head that differs from the embedding in some of its bytes: a training that did not tie
-    them leaves that. Reads at most 512 KiB."""
+    """Raise ConfigError if config.json of the folder `facts.path` has `tie_word_embeddings` but the
+    files have a head that differs from the embedding in sampled bytes: such a checkpoint was
+    trained with an untied head. Reads at most 512 KiB."""
     weight_map = weight_map_of(facts) if facts.encoder is None else None
     if weight_map is None or not facts.tie_word_embeddings:
         return
