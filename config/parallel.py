@@ -1,4 +1,4 @@
-"""ParallelConfig: how one model is divided among devices, and who starts their workers."""
+"""ParallelConfig: how a model is divided among devices, and what starts their workers."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,16 +71,17 @@ class Stage(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether it has the embedding."""
+        """Whether the stage has the embedding."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the final norm and the head, and samples."""
+        """Whether the stage has the final norm and the head, and samples."""
         return self.rank == self.size - 1
 
     def layers(self, num_layers: int) -> range:
-        """Its layers of `num_layers`. Raises ConfigError when some stage would have none."""
+        """Indices of the stage's layers among `num_layers`. Raises ConfigError if a stage would
+        have no layers."""
         if self.size > num_layers:
             raise ConfigError(
                 f"the model has {num_layers} layers, and {self.size} stages "
@@ -91,4 +92,4 @@ class Stage(NamedTuple):
 
 
 WHOLE = Stage()
-"""The one stage that has all layers."""
+"""The only stage of a model that is not divided."""

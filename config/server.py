@@ -457,7 +457,7 @@ class ServerConfig:
 
     @property
     def video_frames(self) -> tuple[int, float]:
-        """Maximum number of frames of a video, and of a second of it; -1: no maximum. Raises
+        """(maximum frames of a video, maximum frames per second of a video); -1: no maximum. Raises
         ConfigError."""
         kinds = _object("media_io_kwargs", self.media_io_kwargs)
         video = kinds.get("video", {})
@@ -498,7 +498,7 @@ IGNORED_GENERATION = ("attn_temperature_tuning",)
 """Names in override_generation_config that are no sampling parameters: scripts for Llama 4 on vLLM
 set them, to no effect there either."""
 _LIMITED = ("image", "video", "audio")
-"""Kinds in limit_mm_per_prompt; scripts for vLLM name audio, which no model takes."""
+"""Kinds in limit_mm_per_prompt. Scripts for vLLM name audio, which no served model takes."""
 _FRAMES = {"num_frames": 32, "fps": -1}
 """vLLM's default of num_frames; fps -1 means that fps sets no limit."""
 
@@ -523,7 +523,7 @@ def _object(name: str, text: str) -> dict[str, Any]:
 
 
 def _mm_limits(text: str) -> dict[str, Any]:
-    """JSON, or image=4,video=1, as older releases of vLLM took it."""
+    """Limits from JSON, or from image=4,video=1 as in older releases of vLLM."""
     if re.fullmatch(r"\w+=\d{1,9}(,\w+=\d{1,9})*", text):
         pairs = (pair.split("=") for pair in text.split(","))
         return {kind: int(count) for kind, count in pairs}

@@ -1,7 +1,5 @@
-"""DecoderSpec: where the decoder families differ; and Family, an entry of their registry.
-
-The models, the weight map and the size estimate are built from a spec; nothing here imports torch.
-"""
+"""DecoderSpec: the differences between decoder families. Family: a registry entry. The models, the
+weight map and the size estimate are built from a spec. Imports no torch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -37,30 +35,32 @@ NORMS: Mapping[Arrangement, tuple[str, ...]] = {
     "parallel": ("input_layernorm",),
     "parallel_two_norms": ("input_layernorm", "post_attention_layernorm"),
 }
-"""The norms of a layer, as vLLM calls them: `post_attention_layernorm` is in front of the MLP where
-norms are before, and behind the attention where they are after."""
+"""The norms of a layer, in vLLM's names. `post_attention_layernorm` is the norm before the MLP in
+the arrangement `before`, and the norm after the attention in the arrangement `after`."""
 
 
 class LayerSpec(NamedTuple):
     """What a layer consists of."""
 
     window: int | None = None
-    """Tokens that a query sees, its own included; None: all."""
+    """Number of tokens that a query sees, including its own token; None: all."""
     chunk: int | None = None
     """Chunk size in tokens: a query sees only keys of its own chunk. Never set together with
     `window`."""
     rope: Literal["default", "local", "none"] = "default"
-    """Queries and keys are rotated by ModelConfig.rope, by its local_rope, or not at all."""
+    """Rope of queries and keys: ModelConfig.rope (default), ModelConfig.local_rope (local), or no
+    rotation (none)."""
     qk_norm: bool = True
     """Whether the layer has the norm that DecoderSpec.qk_norm names."""
     tunes_temperature: bool = False
     """Whether DecoderSpec.temperature applies."""
     sinks: bool = False
-    """A learned logit of each head joins the softmax, and has no value: the tensor
-    self_attn.sinks."""
+    """Whether each head has an attention sink: a learned logit that joins the softmax without a
+    value (tensor self_attn.sinks)."""
     attention: Literal["dense", "mla", "cross"] | StateKind = "dense"
-    """Or what takes its place. Cross: queries see the keys of images alone. Attention and MLP each
-    add tanh(gate) times their output, and nothing in a text without images."""
+    """Kind of attention, or the state layer in its place. cross: queries see only the keys of
+    images; attention and MLP each add tanh(gate) times their output, and add nothing in a text
+    without images."""
     feed_forward: Literal["mlp", "moe"] = "mlp"
 
 
@@ -74,40 +74,40 @@ class ClampedSwiGLU(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """Where the families with experts differ: the router, and names in the checkpoint."""
+    """Differences between the families with experts: the router, and names in the checkpoint."""
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     float32_router: bool = False
-    """The router multiplies in float32, not in the model's dtype."""
+    """Whether the router computes in float32 instead of the model's dtype."""
     router_bias: bool = False
     sparse_mixer: float | None = None
     """Jitter of SparseMixer, which chooses two experts in succession; None: other routing.
     `scoring` and renormalization have no effect with SparseMixer."""
     scales_input: bool = False
-    """The weight of an expert multiplies its input, not its output."""
+    """Multiply the input of an expert by its weight instead of the output."""
     expert_bias: bool = False
-    """Both products of an expert add a bias."""
+    """Whether both projections of an expert have biases."""
     clamped_swiglu: ClampedSwiGLU | None = None
-    """The activation of the experts, in place of the model's own."""
+    """Activation of the experts; None: the model's activation."""
     block: str = "mlp"
-    """Before the following names."""
+    """Name of the MoE block; prefix of the following names."""
     gate: str = "gate"
     group_scoring: Literal["top2", "max", "none"] = "top2"
-    """What a group of experts is chosen by: the sum of its two best scores, or its best score;
-    none: groups do not count."""
+    """Score by which groups of experts are chosen: the sum of a group's two best scores, or its
+    best score; none: no groups."""
     correction_bias: str = ""
-    """Added to the scores for the choice of experts; empty: there is none."""
+    """Name of the bias that is added to the scores when experts are chosen; empty: no bias."""
     correction_rows: tuple[int, ...] = ()
-    """Dimensions of the correction bias before the dimension of the experts. The first row counts;
-    further rows belong to experts for images."""
+    """Leading dimensions of the correction bias, before the dimension of the experts. Only the
+    first row is used; further rows belong to experts for images."""
     transposed_router: bool = False
     """The checkpoint holds the matrix of the router as (in, out)."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Gate, up and down of an expert."""
+    """Names of gate, up and down of an expert."""
     shared: str = ""
-    """The expert for all tokens."""
+    """Name of the shared expert."""
     shared_gate: str = ""
-    """What weighs it; empty: it counts fully."""
+    """Name of the shared expert's gate; empty: no gate."""
     layout: Literal["separate", "merged", "transposed", "mxfp4"] = "separate"
     """Layout of the routed experts' tensors. Separate: three tensors for each expert.
 
@@ -132,15 +132,16 @@ class TemperatureTuning(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLASpec:
-    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). Of each token one
-    latent and one rotated key are cached; the keys and values of all heads are products of the
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). The cache holds a
+    latent and a rotated key per token; keys and values of all heads are projections of the
     latent."""
 
     q_lora_rank: int | None
-    """Size of the latent that queries are products of; None: of the hidden state."""
+    """Size of the latent from which queries are projected; None: queries are projected from the
+    hidden state."""
     kv_lora_rank: int
     qk_nope_head_dim: int
-    """Entries of a query or key head that are not rotated; the rotated ones are behind them."""
+    """Entries of a query or key head that are not rotated; they precede the rotated entries."""
     qk_rope_head_dim: int
     v_head_dim: int
     norm_eps: float = 1e-6
@@ -158,7 +159,7 @@ class MLASpec:
 
     @property
     def latent_size(self) -> int:
-        """Numbers that a layer caches for a token."""
+        """Elements that a layer caches per token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -170,69 +171,70 @@ class MLASpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """Where the decoder families differ."""
+    """Differences between the decoder families."""
 
     layers: tuple[LayerSpec, ...]
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     mlp: str = "mlp"
-    """What the checkpoint calls the MLP of a layer without experts."""
+    """Checkpoint name of the MLP in layers without experts."""
     qk_norm_after_rope: bool = False
     """Apply the query and key norm after the rotation instead of before it."""
     head_bias: bool = False
     norm: Literal["rms", "layer"] = "rms"
-    """RMS norm or layer norm."""
+    """Kind of the norms: RMS norm or layer norm."""
     norm_bias: bool = False
     norm_offset: bool = False
-    """The checkpoint holds the weights of norms less 1; the norm is computed in float32."""
+    """Whether the checkpoint stores norm weights minus 1; the norm is computed in float32."""
     arrangement: Arrangement = "before"
     gated_mlp: bool = True
-    """down(act(gate) * up), not down(act(up))."""
+    """Whether the MLP is down(act(gate) * up) instead of down(act(up))."""
     qk_norm: Literal["none", "heads", "all", "each_head", "unweighted"] = "none"
     """Kind of the norm of queries and keys, which is an RMS norm or a layer norm as `norm` says.
     heads: per head, with a weight that all heads share. all: over all heads together. each_head:
     per head, with a weight per head. unweighted: per head, without a weight."""
     learned_positions: bool = False
-    """A row for each position is added to the embedding."""
+    """Whether a learned position embedding is added to the token embedding."""
     interleaved_rope: bool = False
-    """Neighbours in a head are rotated together, not entries of its two halves."""
+    """Whether rope rotates neighbouring entries of a head instead of entries of its two halves."""
     attention_scale: float | None = None
-    """None: 1/sqrt(head_dim)."""
+    """Scale of attention scores; None: 1/sqrt(head_dim)."""
     attention_soft_cap: float | None = None
     """Scores become soft_cap * tanh(score / soft_cap)."""
     alibi_max_bias: float | None = None
-    """ALiBi, with slopes from this and the number of heads (`alibi_slopes`): 8 in most families."""
+    """Maximum bias of ALiBi, from which `alibi_slopes` computes the slopes; 8 in most families.
+    None: no ALiBi."""
     alibi_scale: float = 1.0
-    """The slopes are multiplied by it."""
+    """Factor of the ALiBi slopes."""
     temperature: TemperatureTuning | None = None
     """Temperature that scales queries by position, in layers with `tunes_temperature`."""
     num_further_embeddings: int = 0
     """Embedding rows after the vocabulary, for tokens that are never sampled."""
     embedding_multiplier: float = 1.0
     rounded_embedding_multiplier: bool = False
-    """It is rounded to the model's dtype before the product."""
+    """Whether the embedding multiplier is rounded to the model's dtype first."""
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
     """c * tanh(logits / c), after the division."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the checkpoint calls a module, by its path in the model; within a layer, relative to
-    it. Paths that are absent are the same."""
+    """Module path in the model -> its name in the checkpoint; paths within a layer are relative to
+    the layer. Absent paths have the same name."""
     unused: tuple[str, ...] = ()
-    """Ends of the names of tensors that a checkpoint may hold and nobody needs."""
+    """Suffixes of tensor names that a checkpoint may hold and the model does not need."""
     qkv_layout: Literal["separate", "fused", "grouped"] = "separate"
     """Checkpoint layout of queries, keys and values: three tensors (separate); a tensor with
     queries, then keys, then values (fused); a tensor with queries, key and value of each KV head
     together (grouped)."""
     fused_gate_up: bool = False
-    """The checkpoint holds gate_up_proj, not its parts."""
+    """Whether the checkpoint holds gate_up_proj instead of gate_proj and up_proj."""
     transposed: bool = False
-    """The checkpoint holds the matrices of the layers as (in, out)."""
+    """Whether the checkpoint holds the layers' matrices as (in, out)."""
     single_head_norms: bool = False
-    """The checkpoint holds the norm of each head as a tensor of its own."""
+    """Whether the checkpoint holds a separate norm tensor for each head."""
     normalized_head: bool = False
-    """The rows of the head are scaled to a length of 1."""
+    """Whether the rows of the head are scaled to length 1."""
     moe: MoESpec | None = None
     """Spec of the layers with experts."""
     mla: MLASpec | None = None
@@ -245,20 +247,21 @@ class DecoderSpec:
     short_conv: ShortConvSpec | None = None
     """Spec of the layers with a gated short convolution."""
     attention_gate: bool = False
-    """q_proj gives each query head a gate behind it, whose sigmoid weighs the head's output."""
+    """Whether q_proj also gives a gate after each query head, whose sigmoid scales the head's
+    output."""
     mlp_size: int | None = None
     """Inner features of the MLPs without experts; None: intermediate_size."""
     merged_mlp: bool = False
-    """Such an MLP is called shared_mlp, and has input_linear, gate before up, and
+    """Whether MLPs without experts are called shared_mlp and have input_linear (gate before up) and
     output_linear."""
 
     @property
     def has_score_options(self) -> bool:
-        """Whether scores are more than scaled and masked."""
+        """Whether attention scores need more than scaling and masking."""
         return self.attention_soft_cap is not None or any(layer.sinks for layer in self.layers)
 
     def state_of(self, layer: LayerSpec) -> StateSpec | None:
-        """What the layer keeps of each request; None: keys and values."""
+        """State that the layer keeps per request; None: keys and values."""
         specs: dict[str, StateSpec | None] = {
             "mamba2": self.mamba2,
             "gated_delta": self.gated_delta,
@@ -318,7 +321,7 @@ def without_rope(
 
 
 class Family(NamedTuple):
-    """An entry of the registry."""
+    """A registry entry."""
 
     make_spec: Callable[[ModelConfig], DecoderSpec]
     models: str
@@ -326,13 +329,12 @@ class Family(NamedTuple):
     limits: str = ""
     """What of them is not supported, likewise."""
     renamed: Mapping[str, tuple[str, ...]] = {}
-    """A field of config.json, and the names under which it is read."""
+    """Field of config.json -> names under which it is read."""
     defaults: Mapping[str, Any] = {}
     """Values of absent fields, where they differ from those of most families."""
     moe: MoEFields | None = None
-    """Names of the fields of its experts."""
+    """Names of the fields of the family's experts."""
     quantizations: tuple[str, ...] = ()
-    """Values of `quant_method` of checkpoints whose weights are dequantized while they are
-    loaded."""
+    """Values of `quant_method` whose weights are dequantized during loading."""
     derive: Callable[[Fields], Mapping[str, Any]] | None = None
-    """Fields that follow from others, which they replace."""
+    """Computes fields that replace other fields."""

@@ -1,4 +1,4 @@
-"""Names of architectures, and of the fields of config.json that families call differently."""
+"""Alternative names of architectures and of config.json fields."""
 
 from config.errors import ConfigError
 from config.model.json_fields import Fields, shown
@@ -26,7 +26,7 @@ GENERATOR_ENDINGS = ("ForCausalLM", "LMHeadModel")
 
 
 def causal_name(architecture: str) -> str:
-    """The name that the family has with an output head."""
+    """Architecture name of the family with an output head."""
     if architecture.endswith(GENERATOR_ENDINGS):
         return architecture
     for ending in HEADLESS_ENDINGS:
@@ -36,8 +36,8 @@ def causal_name(architecture: str) -> str:
 
 
 def with_usual_names(fields: Fields) -> Fields:
-    """`fields` with every field under its usual name too. ConfigError where two names of the number
-    of layers disagree: code of transformers may read the other one."""
+    """`fields` with every field under its usual name too. Raises ConfigError if two names of the
+    number of layers disagree: transformers' code may read the other name."""
     raw = dict(fields.raw)
     for usual, others in OTHER_NAMES.items():
         found = [raw[name] for name in (usual, *others) if raw.get(name) is not None]
@@ -49,6 +49,6 @@ def with_usual_names(fields: Fields) -> Fields:
                 "names"
             )
     if "n_inner" in raw and raw.get("intermediate_size") is None:
-        # GPT-2 has null for four times the hidden size.
+        # null in GPT-2 means four times the hidden size.
         raw["intermediate_size"] = 4 * fields.count("n_embd")
     return Fields(raw, fields.file)

@@ -21,7 +21,7 @@ GENERATION_FIELDS = (
 )
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCKS = "blocks.gguf.safetensors"
-"""The file next to the weights with the quantized blocks of a GGUF file."""
+"""File with the quantized blocks of a GGUF file, in the same folder as the weights."""
 
 MAX_LAYERS = 10_000
 MAX_MTP_LAYERS = 64
@@ -68,16 +68,17 @@ class RopeConfig:
     """Number of frequencies per position axis, for positions with three axes, in frequency order;
     empty: positions have a single axis."""
     interleaves_sections: bool = False
-    """The axes take turns: height has every third frequency from the second one on, width every
-    third from the third one on, as many as its section says, and time has all others."""
+    """Whether the frequencies of the three axes are interleaved: height has every third frequency
+    from the second on, width every third from the third on, each as many as its section, and time
+    has all other frequencies."""
 
     def rotated_size(self, head_dim: int) -> int:
-        """Leading entries of each head that are rotated; the others stay as they are."""
+        """Number of leading entries of each head that are rotated."""
         return int(head_dim * self.partial)
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-"""What the layers of a checkpoint may be, in its own words."""
+"""Layer types in config.json's spelling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     """Rope of windowed and chunked layers, if it differs from `rope`."""
     rope_layers: tuple[bool, ...] = ()
-    """Per layer, whether it rotates queries and keys; empty: all do."""
+    """Whether each layer rotates queries and keys; empty: all do."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     """Biases on q, k, v."""
@@ -112,9 +113,10 @@ class ModelConfig:
     hidden_act: str = "silu"
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
-    """Tokens of a chunk, which queries of chunked layers do not see beyond."""
+    """Chunk size in tokens. Queries of chunked layers see only their own chunk."""
     layer_types: tuple[str, ...] = ()
-    """Per layer, one of LAYER_TYPES; empty: all use `sliding_window`, if it is set."""
+    """Type of each layer, from LAYER_TYPES; empty: all layers use `sliding_window`, if it is
+    set."""
     clip_qkv: float | None = None
     """Queries, keys and values are clamped to -clip_qkv and clip_qkv."""
     embedding_multiplier: float = 1.0
@@ -146,21 +148,22 @@ class ModelConfig:
     """Number of elements of the vision tower, which is on every card; without files, it comes from
     the tower's code."""
     cached_numbers: int | None = None
-    """In the keys and values of a token in all layers, where they were counted: layers of a model
-    that is not built in may share them, or have heads of several sizes."""
+    """Number of key and value elements cached per token in all layers, where they were counted:
+    layers of a model that is not built in may share keys and values, or have heads of several
+    sizes."""
     is_text_part: bool = False
     """Whether the files hold a model with images or audio whose text model this config
     describes."""
     vision: VisionFacts | None = None
     """Set if the model takes images."""
     fields: Fields = field(default=Fields({}, Path()), compare=False, repr=False)
-    """config.json, for what only one family reads."""
+    """Contents of config.json, for fields that a single family reads."""
     generation_defaults: dict[str, float] = field(default_factory=dict)
     """GENERATION_FIELDS of generation_config.json, if present."""
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the files say so of the weights."""
+        """Whether the files declare quantized weights."""
         return self.quantization is not None or bool(self.fields.raw.get("quantization_config"))
 
     def kv_heads_per_rank(self, num_ranks: int) -> int:

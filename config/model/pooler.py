@@ -29,7 +29,7 @@ _PROBLEM_ACTIVATIONS = {
     "multi_label_classification": SIGMOID,
 }
 MAX_LABELS = 2**20
-"""Every label gets a name, even if the checkpoint has none."""
+"""Maximum number of labels. Every label gets a name, even if the checkpoint names no labels."""
 CLASSIFIER = "ForSequenceClassification"
 
 _NORMALIZE = ("normalize", "use_activation", "activation", "softmax")
@@ -39,7 +39,7 @@ _TRUNCATIONS = ("is_matryoshka", "matryoshka_dimensions")
 
 @dataclass(frozen=True, slots=True)
 class PoolerConfig:
-    """What follows the last layer, and the facts for the API servers."""
+    """Pooling after the last layer, and the facts for the API servers."""
 
     modes: tuple[str, ...]
     """Pooling modes, from sentence_transformers.MODES; the vectors of several modes are
@@ -149,7 +149,8 @@ def _labels(fields: Fields) -> tuple[str, ...]:
 
 
 def _activation(fields: Fields, default: str) -> str:
-    """By the name that sentence-transformers writes, or by problem_type."""
+    """Activation of the head, from the name that sentence-transformers writes or from
+    problem_type."""
     sentence = Fields(fields.get("sentence_transformers", dict, {}), fields.file)
     name = sentence.get("activation_fn", str, None)
     name = name or fields.get("sbert_ce_default_activation_function", str, None)
@@ -204,7 +205,7 @@ def _dimensions(model: ModelConfig, options: Fields) -> tuple[int, ...] | None:
     for fields in (options, Fields(read_json(file), file)):
         listed = fields.get("matryoshka_dimensions", list, None)
         if listed:
-            # Bounded: API servers receive them in 64 bits.
+            # Bounded because API servers receive the dimensions in 64 bits.
             if not all(isinstance(size, int) and 0 < size <= MAX_COUNT for size in listed):
                 raise ConfigError(
                     f"matryoshka_dimensions in {fields.file} is {shown(listed)}, it must hold "

@@ -11,7 +11,7 @@ from config.model.state_space import Divided, StateSpec
 from config.parallel import Stage
 
 MAX_RANKS = 1024
-"""Sizes of a group up to here are named in errors."""
+"""Maximum group size that errors suggest."""
 
 
 def check_split(
@@ -74,7 +74,7 @@ def _divides(num_cards: int, count: int, may_repeat: bool) -> bool:
 def _divided(config: ModelConfig, distributes_experts: bool) -> Iterator[Divided]:
     yield config.num_heads, "query heads", False
     if latents_of(config) is None:
-        # Latents are whole on each card.
+        # Each card holds whole latents.
         yield config.num_kv_heads, "KV heads", True
     for state in {type(state): state for state in states_of(config)}.values():
         yield from state.divided()
@@ -99,17 +99,17 @@ def _mlp_size(config: ModelConfig) -> int:
 
 
 def latents_of(config: ModelConfig) -> MLASpec | None:
-    """The latent attention of a model that is built in; None if it has none."""
+    """Latent attention of a built-in model; None without latent attention."""
     return decoder_spec(config).mla if config.architecture in ARCHITECTURES else None
 
 
 def states_of(config: ModelConfig) -> tuple[StateSpec, ...]:
-    """The layers that keep a state of each sequence, of a model that is built in."""
+    """State specs of the layers of a built-in model that keep a recurrent state."""
     if config.architecture not in ARCHITECTURES:
         return ()
     return decoder_spec(config).states
 
 
 def cross_layers_of(config: ModelConfig) -> int:
-    """How many layers of a model that is built in read images in place of tokens."""
+    """Number of cross-attention layers of a built-in model."""
     return decoder_spec(config).num_cross_layers if config.architecture in ARCHITECTURES else 0

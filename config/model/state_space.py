@@ -14,8 +14,8 @@ GATED_DELTA_CHUNK = 64
 
 StateKind = Literal["mamba2", "gated_delta", "short_conv"]
 Divided = tuple[int, str, bool]
-"""What tensor-parallel ranks divide: how many there are, what they are, and whether there may be
-fewer than ranks, each on several of them."""
+"""(count, name, may_repeat) of something that tensor-parallel ranks divide. may_repeat: the count
+may be smaller than the number of ranks; several ranks then share an item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +25,10 @@ class Mamba2Spec:
     num_heads: int
     head_dim: int
     num_groups: int
-    """Neighbouring heads of a group share B and C."""
+    """Number of groups. Neighbouring heads of a group share B and C."""
     state_size: int
     conv_kernel: int
-    """Inputs that the convolution sees, the token's own included."""
+    """Number of inputs that the convolution sees, including the token's own input."""
     conv_bias: bool
     proj_bias: bool
 
@@ -80,14 +80,15 @@ class GatedDeltaSpec:
     num_key_heads: int
     """Number of query heads and of key heads."""
     num_value_heads: int
-    """A multiple of `num_key_heads`: neighbours share a key head."""
+    """Number of value heads, a multiple of `num_key_heads`: neighbouring value heads share a key
+    head."""
     key_dim: int
     value_dim: int
     conv_kernel: int
     """Kernel size of the convolution."""
     fused_weights: bool
-    """The checkpoint holds in_proj_qkvz and in_proj_ba, each by key head, not in_proj_qkv,
-    in_proj_z, in_proj_b and in_proj_a."""
+    """Whether the checkpoint holds in_proj_qkvz and in_proj_ba, each grouped by key head, instead
+    of in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
 
     @property
     def key_size(self) -> int:
@@ -137,7 +138,7 @@ class ShortConvSpec:
     conv_size: int
     """Channels of the convolution."""
     conv_kernel: int
-    """Inputs that the convolution sees, the token's own included."""
+    """Number of inputs that the convolution sees, including the token's own input."""
     bias: bool
     """Whether the convolution and both projections add a bias."""
 

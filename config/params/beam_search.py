@@ -7,7 +7,7 @@ import msgspec
 from config.errors import UserError
 
 MAX_LENGTH_PENALTY = 10.0
-"""Absolute value; far above it scores overflow a float."""
+"""Maximum absolute value of length_penalty. Scores overflow a float far above it."""
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

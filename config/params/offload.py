@@ -1,4 +1,4 @@
-"""OffloadConfig: what is kept outside the device's memory, KV blocks and weights, and how much."""
+"""OffloadConfig: KV blocks and weights that are kept outside the device's memory."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Lists of token ids: tuples, or bytes where a list is long."""
+"""Lists of token ids: tuples, or bytes for long lists."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ and a tuple of as many integers in 15 ms."""
 TokenArray = npt.NDArray[np.int64]
 ID_BYTES = 4
 MAX_UNPACKED = 1_024
-"""Ids of a list that stays a tuple."""
+"""Maximum number of ids in a list that stays a tuple."""
 
 
 def num_ids(ids: TokenIds) -> int:
@@ -27,7 +27,7 @@ def token_array(ids: TokenIds) -> TokenArray:
 
 
 def packed(ids: TokenArray) -> TokenIds:
-    """The list, as bytes if it is long. Each id fits 32 bits."""
+    """The list as TokenIds: bytes if it is long. Every id must fit 32 bits."""
     return ids.astype("<u4").tobytes() if len(ids) > MAX_UNPACKED else tuple(ids.tolist())
 
 

@@ -1,4 +1,5 @@
-"""The text model of Llama 3.2 Vision: a Llama with further layers, which read images."""
+"""The text model of Llama 3.2 Vision: a Llama with additional cross-attention layers, which read
+images."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -22,7 +22,7 @@ class VisionFacts:
     architecture: str
     """Architecture of the whole model, such as LlavaForConditionalGeneration."""
     image_token_id: int
-    """Each token with this id takes one row of an image's embeddings."""
+    """Each token with this id takes a row of an image's embeddings."""
     video_token_id: int | None = None
     uses_mrope: bool = False
     """Positions have three axes: time, height and width."""
@@ -30,8 +30,8 @@ class VisionFacts:
     """Whether attention between the tokens of an image is bidirectional, so that a prefill chunk
     must hold all remaining tokens of an image."""
     is_unlisted: bool = False
-    """It is none of VISION_FAMILIES: transformers' processor writes the prompts of its images, and
-    a trial of transformers' code shows whether they can be served."""
+    """Whether the architecture is not in VISION_FAMILIES. transformers' processor then writes the
+    image prompts, and a check of transformers' code shows whether the images can be served."""
     num_deepstack_layers: int = 0
     """Number of further embeddings per image token, which are added to the outputs of the first
     layers (Meng et al., DeepStack, 2024)."""
@@ -50,12 +50,12 @@ class VisionFacts:
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """What config.json does not say."""
+    """Facts that config.json does not have."""
 
     uses_mrope: bool = False
     whole_images: bool = False
     num_deepstack_layers: int = 0
-    """Unless vision_config names them."""
+    """Default, if vision_config does not set the number."""
     has_cross_attention: bool = False
     image_token_id: int | None = None
     """Default of the image token id in vision_config; None: config.json has the id."""
@@ -82,18 +82,19 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "SmolVLMForConditionalGeneration": VisionFamily(),
     "VipLlavaForConditionalGeneration": VisionFamily(),
 }
-"""Architecture of a whole model -> its facts. Of others only the names of fields are known."""
+"""Architecture of a whole model -> facts. For other architectures only the field names are
+known."""
 
 UNKNOWN = VisionFamily()
 
 
 MAX_IMAGE_ROWS = 16384
-"""Embeddings of the largest image, at the limits that image processors usually have."""
+"""Embeddings of the largest image under the usual limits of image processors."""
 
 
 MAX_CROSS_REQUESTS = 16
-"""Requests whose images are cached for layers that read them. A Llama 3.2 Vision of 11B caches 210
-MB for each image."""
+"""Maximum number of requests whose images are cached for cross-attention layers. Llama 3.2 Vision
+11B caches 210 MB per image."""
 
 
 def encoder_cache_rows(max_model_len: int, max_num_batched_tokens: int) -> int:

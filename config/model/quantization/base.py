@@ -1,5 +1,5 @@
-"""QuantizationConfig: a checkpoint's quantization_config, checked; and how a quantized weight is
-stored, as a list of tensors."""
+"""QuantizationConfig: a checkpoint's checked quantization_config, and the list of tensors that
+store a quantized weight."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from config.expressions import START, Expressions
 
 EXPRESSION = "re:"
-"""What a regular expression begins with, among names of modules."""
+"""Prefix of regular expressions in lists of module names."""
 
 OUTPUTS, INPUTS = 0, 1
 """Dimensions of the weight (out, in) of a linear layer."""
@@ -49,19 +49,19 @@ class StoredAxis(NamedTuple):
     of: int
     """OUTPUTS or INPUTS."""
     unit: int = 1
-    """How many of them share an index; 0: all."""
+    """Number of outputs or inputs that share an index; 0: all."""
     is_packed: bool = False
-    """They share it because an int32 has several values."""
+    """Whether they share an index because an int32 packs several values."""
     is_whole: bool = False
-    """Every rank needs all of it."""
+    """Whether every rank needs the whole axis."""
 
     def size(self, count: int) -> int:
-        """For `count` outputs or inputs."""
+        """Size of the axis for `count` outputs or inputs."""
         return -(-count // self.unit) if self.unit else 1
 
 
 class WeightPart(NamedTuple):
-    """One of the tensors that a quantized weight (out, in) is stored as."""
+    """A stored tensor of a quantized weight (out, in)."""
 
     role: Role
     suffix: str
@@ -73,10 +73,10 @@ class WeightPart(NamedTuple):
     bits: int = 0
     """Bits of an integer value; 0: no integers."""
     order: tuple[int, ...] = ()
-    """Which of the values in an int32 is in its lowest bits, which in the next ones; empty: they
-    are in their own order."""
+    """Index of the value in each position of an int32, from the lowest bits up; empty: natural
+    order."""
     offset: int = 0
-    """Added to integers, modulo 2^bits; to integers that are not packed, plainly."""
+    """Offset added to integers, modulo 2^bits if they are packed."""
     factor: float = 1.0
     """Factor by which scales are multiplied."""
     flat: int = 0
@@ -93,7 +93,7 @@ class WeightPart(NamedTuple):
         return tuple(axis.size(sizes[axis.of]) for axis in self.axes)
 
     def fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-        """Whether a tensor of `shape` is one of `expected`: formats differ in dimensions of 1."""
+        """Whether a tensor of `shape` matches `expected`. Formats differ in dimensions of 1."""
         if self.role in ("codes", "state", "nested_codes"):
             return True
         if self.role in ("scales", "input_scale") or self.flat:
@@ -108,7 +108,7 @@ class WeightScheme:
     bits: int
     parts: tuple[WeightPart, ...]
     is_float: bool = False
-    """FP8 (e4m3) values, not integers."""
+    """Whether values are FP8 (e4m3) instead of integers."""
     group_size: int | None = None
     """Inputs that share a scale; None: all."""
     block_rows: int = 1
@@ -117,13 +117,13 @@ class WeightScheme:
     """Whether weights have no zero points. The zero point of integers is then the middle of their
     range."""
     desc_act: bool = False
-    """Groups are not of neighbouring inputs: a tensor says which each input belongs to."""
+    """Whether groups consist of arbitrary inputs; a tensor gives the group of each input."""
     activations: Literal["none", "dynamic", "static"] = "none"
     """Quantization of activations: none, with a scale per token (dynamic), or with a scale from the
     checkpoint (static)."""
     is_flat: bool = False
-    """The weight is a list of numbers in the order of memory, in blocks: each rank reads all of it,
-    and dequantizes it while it is loaded."""
+    """Whether the weight is stored flat, in memory order and in blocks. Each rank reads the whole
+    weight and dequantizes it during loading."""
 
     @property
     def middle(self) -> int:
@@ -135,7 +135,7 @@ class WeightScheme:
 
 
 class Rule(NamedTuple):
-    """A scheme, and the modules that have it."""
+    """A scheme and the modules that use it."""
 
     targets: tuple[str, ...]
     """Module names or patterns, as in QuantizationConfig.ignored; `Linear`: all linear layers."""
@@ -143,10 +143,10 @@ class Rule(NamedTuple):
 
 
 class Overrides(NamedTuple):
-    """Modules with schemes of their own."""
+    """Modules with their own schemes."""
 
     patterns: tuple[str, ...] = ()
-    """Regular expressions behind EXPRESSION. The first expression that matches a module holds."""
+    """Regular expressions that follow EXPRESSION. The first matching expression applies."""
     schemes: tuple[WeightScheme | None, ...] = ()
     """The scheme for each of `patterns`; None: the module is not quantized."""
 
@@ -161,16 +161,16 @@ class QuantizationConfig:
     method: str
     """quant_method, which is also the value of --quantization."""
     rules: tuple[Rule, ...]
-    """The first rule that matches a module holds."""
+    """Rules in order; the first rule that matches a module applies."""
     overrides: Overrides = NO_OVERRIDES
-    """Holds before `ignored` and `rules`."""
+    """Overrides, which precede `ignored` and `rules`."""
     ignored: tuple[str, ...] = ()
-    """Modules that are not quantized: their names or parts of them, between dots; or behind `re:` a
-    regular expression."""
+    """Modules that are not quantized: module names, parts of names between dots, or regular
+    expressions after `re:`."""
     has_head: bool = False
     """Whether the output head is quantized, unless it is ignored."""
     ignored_suffixes: tuple[str, ...] = ()
-    """Ends of the names of tensors that a checkpoint may hold and nobody needs."""
+    """Suffixes of tensor names that a checkpoint may hold and the model does not need."""
     stacked: WeightScheme | None = None
     """Scheme of experts that the checkpoint stacks in a tensor per projection. A part's suffix
     follows the tensor's name without a dot. None: quantized experts are stored separately."""
@@ -204,7 +204,7 @@ def expressions(names: tuple[str, ...], where: str = "quantization_config") -> E
 
 
 def _selects(patterns: tuple[str, ...], module: str) -> bool:
-    """Whether one of `patterns`, as QuantizationConfig.ignored, names `module`."""
+    """Whether any of `patterns` (as in QuantizationConfig.ignored) names `module`."""
     if _first(patterns, module) is not None:
         return True
     names = _names(module)
@@ -216,7 +216,8 @@ def _selects(patterns: tuple[str, ...], module: str) -> bool:
 
 
 def _first(patterns: tuple[str, ...], module: str) -> int | None:
-    """The index among the regular expressions in `patterns` of the first that matches `module`."""
+    """Index, among the regular expressions in `patterns`, of the first expression that matches
+    `module`."""
     if not patterns:
         return None
     found = (expressions(patterns).first(name) for name in _names(module))
@@ -224,8 +225,8 @@ def _first(patterns: tuple[str, ...], module: str) -> int | None:
 
 
 def _names(module: str) -> tuple[str, ...]:
-    """The names of `module` in the files. The whole model of a text model has longer names, of two
-    kinds."""
+    """Possible names of `module` in the files: the name itself, and two longer names in multimodal
+    checkpoints."""
     inner = module.removeprefix("model.")
     return (module, f"language_model.{module}", f"model.language_model.{inner}")
 
