@@ -1,5 +1,5 @@
 """glibc malloc settings of this process, which control whether freed memory is returned to the
-system. With other C libraries, all functions are no-ops."""
+system. All functions are no-ops with other C libraries."""
 
 import ctypes
 

@@ -327,11 +327,11 @@ class Family(NamedTuple):
     models: str
     """Published models, for the documentation."""
     limits: str = ""
-    """What of them is not supported, likewise."""
+    """Unsupported features of these models, for the documentation."""
     renamed: Mapping[str, tuple[str, ...]] = {}
     """Field of config.json -> names under which it is read."""
     defaults: Mapping[str, Any] = {}
-    """Values of absent fields, where they differ from those of most families."""
+    """Values of absent fields, if they differ from most families."""
     moe: MoEFields | None = None
     """Names of the fields of the family's experts."""
     quantizations: tuple[str, ...] = ()
