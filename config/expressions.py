@@ -83,8 +83,8 @@ class Expressions:
         ]
 
     def first(self, name: str) -> int | None:
-        """The index of the first expression that matches `name`. ConfigError for a name that no
-        module has, and for expressions that take too long."""
+        """The index of the first expression that matches `name`. Raises ConfigError for a name that
+        no module has, and for expressions that take too long."""
         if len(name) > MAX_NAME_CHARACTERS or not (name.isascii() and name.isprintable()):
             raise ConfigError(
                 f"{self._where} cannot be matched to a module: its name {shown(name)} has "

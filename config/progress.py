@@ -38,7 +38,7 @@ class TenthLines:
         self._num_written = 0
 
     def update(self, done_bytes: int, total_bytes: int) -> None:
-        """Log a line if at least a tenth of the total was done since the last line."""
+        """Log a line if `done_bytes` has reached another tenth of the total."""
         tenths = NUM_LINES * done_bytes // total_bytes if total_bytes else 0
         if tenths > self._num_written:
             self._num_written = tenths

@@ -457,8 +457,8 @@ class ServerConfig:
 
     @property
     def video_frames(self) -> tuple[int, float]:
-        """(maximum frames of a video, maximum frames per second of a video); -1: no maximum. Raises
-        ConfigError."""
+        """(maximum frames of a video, maximum frames per second of a video); -1: MAX_FRAMES, or no
+        maximum per second. Raises ConfigError."""
         kinds = _object("media_io_kwargs", self.media_io_kwargs)
         video = kinds.get("video", {})
         if set(kinds) - {"video"} or not isinstance(video, dict) or set(video) - set(_FRAMES):
@@ -495,8 +495,8 @@ class ServerConfig:
 
 
 IGNORED_GENERATION = ("attn_temperature_tuning",)
-"""Names in override_generation_config that are no sampling parameters: scripts for Llama 4 on vLLM
-set them, to no effect there either."""
+"""Names in override_generation_config that are no sampling parameters. Scripts for Llama 4 on vLLM
+set them, and vLLM ignores them too."""
 _LIMITED = ("image", "video", "audio")
 """Kinds in limit_mm_per_prompt. Scripts for vLLM name audio, which no served model takes."""
 _FRAMES = {"num_frames": 32, "fps": -1}

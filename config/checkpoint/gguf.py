@@ -133,8 +133,8 @@ def read_entries(
     file: GgufFile, config: Json, generation: Json, dtype: str
 ) -> tuple[ModelConfig, list[Entry]]:
     """The facts in `config` and `generation`, which were made from `file`, and the tensors of the
-    checkpoint. ConfigError for a model that is not supported, and for sizes that differ from those
-    of the tensors."""
+    checkpoint. Raises ConfigError for a model that is not supported, and for sizes that differ from
+    those of the tensors."""
     fields, defaults = Fields(config, file.path), Fields(generation, file.path)
     facts = model_config_of(str(file.path), fields, defaults)
     # Check before a weight map of 10^9 layers is built.

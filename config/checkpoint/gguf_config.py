@@ -29,7 +29,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     """The config.json of `file`, whose weights are stored as `dtype`.
 
-    ConfigError for an architecture that is not in FAMILIES or a missing field.
+    Raises ConfigError for an architecture that is not in FAMILIES or a missing field.
     """
     if file.value("general.type", str) == "adapter":
         raise ConfigError(

@@ -68,8 +68,8 @@ class GgufFile:
         return self.value("general.architecture", str) or ""
 
     def value(self, key: str, kind: type[T]) -> T | None:
-        """The value of `key`; None if absent. ConfigError if it is not a `kind`, or a number that
-        is not finite or above MAX_COUNT."""
+        """The value of `key`; None if absent. Raises ConfigError if it is not a `kind`, or a number
+        that is not finite or above MAX_COUNT."""
         found = self.metadata.get(key)
         if found is None:
             return None
@@ -87,7 +87,8 @@ class GgufFile:
         return found
 
     def values(self, key: str, kind: type[T]) -> list[T] | None:
-        """The array of `key`; None if absent. ConfigError for elements that are not a `kind`."""
+        """The array of `key`; None if absent. Raises ConfigError for elements that are not a
+        `kind`."""
         found = self.value(key, list)
         if found is not None and not all(isinstance(one, kind) for one in found):
             raise ConfigError(

@@ -43,7 +43,7 @@ def write_safetensors(
     report: Report = unreported,
 ) -> None:
     """Write `entries`, which are made of the tensors of `file`, to `target`. Synced to disk on
-    return. ConfigError for a tensor of an unsupported type."""
+    return. Raises ConfigError for a tensor of an unsupported type."""
     # Wider dtypes first, so that every tensor is aligned to its width.
     entries = sorted(entries, key=lambda entry: -DTYPES[entry.dtype][1])
     total, words = sum(entry.num_bytes for entry in entries), f"Converting {file.path.name}"

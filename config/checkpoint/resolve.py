@@ -34,11 +34,11 @@ def resolve(
     `model` is the demo model's name, a folder, a `.gguf` file (converted once into `cache_dir`, its
     matrices rounded to `dtype`; float32 is exact) or a hub id, downloaded at `revision` into
     `download_dir` after `check` of its other files (config/checkpoint/hub.py). With `keep_blocks`
-    the folder of a GGUF file also has its quantized weights. `dtype` auto means bfloat16.
-    Without `has_weights` a folder may have no *.safetensors, and none are downloaded.
-    With `hf_overrides`, a JSON object, its config.json has the fields of the object.
-    `progress` shows bars on a terminal, and lines elsewhere; `report` is called with the same
-    progress. ConfigError says what is missing or wrong.
+    the folder of a GGUF file also has its quantized weights. `dtype` auto means bfloat16. Without
+    `has_weights` a folder may have no *.safetensors, and none are downloaded. With `hf_overrides`,
+    a JSON object, its config.json has the fields of the object. `progress` shows bars on a
+    terminal, and lines elsewhere; `report` is called with the same progress. Raises ConfigError,
+    which says what is missing or wrong.
     """
     parse_overrides(hf_overrides)
     folder = _folder(

@@ -118,7 +118,8 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def folder_shapes(folder: Path) -> Shapes:
-    """The shapes of all tensors of a checkpoint. ConfigError like weight_files and read_shapes."""
+    """The shapes of all tensors of a checkpoint. Raises ConfigError like weight_files and
+    read_shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         shapes.update(read_shapes(file))
@@ -126,7 +127,7 @@ def folder_shapes(folder: Path) -> Shapes:
 
 
 def read_shapes(file: Path) -> Shapes:
-    """The shapes of the tensors in `file`. ConfigError as in read_header."""
+    """The shapes of the tensors in `file`. Raises ConfigError like read_header."""
     return {tensor.name: tensor.shape for tensor in read_header(file)}
 
 

@@ -74,8 +74,8 @@ class AdapterFolder:
 
     @contextmanager
     def open(self, name: str) -> Iterator[FileIO]:
-        """A file of the folder; without a name the adapter's own file. ConfigError if it is not
-        there, or leads out of `root`."""
+        """A file of the folder; without a name the adapter's own file. Raises ConfigError if it is
+        not there, or leads out of `root`."""
         try:
             descriptor = os.open(os.path.join(self.path, name) if name else self.path, _FLAGS)
         except (OSError, ValueError) as error:

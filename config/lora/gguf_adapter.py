@@ -198,7 +198,7 @@ def _modules(
         spec = module.spec
         if spec.expert is not None or spec.num_experts is not None:
             continue
-        # The name of an unquantized weight, which files have.
+        # Files use the names of unquantized weights.
         spec = spec._replace(name=f"{module.name}.weight", part=None, scheme=None)
         try:
             parts = sources.parts(spec)

@@ -37,19 +37,19 @@ def shown(value: object) -> str:
 
 
 def read_json(file: Path) -> Json:
-    """The JSON object in `file`. ConfigError if it cannot be read or is not an object."""
+    """The JSON object in `file`. Raises ConfigError if it cannot be read or is not an object."""
     found = _object(read_any_json(file), file)
     _check_numbers(found, file)
     return found
 
 
 def parse_json_object(data: bytes, file: str) -> Json:
-    """The JSON object in `data`, which is read from `file`. ConfigError as in read_json."""
+    """The JSON object in `data`, which is read from `file`. Raises ConfigError like read_json."""
     return _object(_parse(data, file), file)
 
 
 def read_any_json(file: Path) -> Any:
-    """The JSON value in `file`. ConfigError if it cannot be read, is not JSON in UTF-8, or
+    """The JSON value in `file`. Raises ConfigError if it cannot be read, is not JSON in UTF-8, or
     exceeds MAX_JSON_BYTES."""
     try:
         # A FIFO in a folder would block the start, or the thread that loads an adapter.

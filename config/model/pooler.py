@@ -55,10 +55,11 @@ class PoolerConfig:
 
 
 def choose_pooler(config: EngineConfig, model: ModelConfig) -> PoolerConfig | None:
-    """None for a model that generates. Raises ConfigError if settings and files disagree.
+    """The pooler of `model`; None for a model that generates.
 
     A model is served for pooling if the runner says so, if its architecture has no language-model
-    head, or if it has files of sentence-transformers.
+    head, or if it has files of sentence-transformers. Raises ConfigError if settings and files
+    disagree.
     """
     architecture = model.architecture
     sentence = read_sentence_config(model.path)

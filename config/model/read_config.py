@@ -44,10 +44,10 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
     """Read config.json and generation_config.json in folder `path`.
 
     Accepts the field names of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
-    (rope_parameters, dtype). ConfigError for a missing file or field, a value of the wrong type, a
-    checkpoint quantized by a method that is not served, unless `allow_quantized`, and a model that
-    is neither a plain decoder nor an encoder of the BERT family. Of a model with images or audio it
-    is the text model.
+    (rope_parameters, dtype). Raises ConfigError for a missing file or field, a value of the wrong
+    type, a checkpoint quantized by a method that is not served, unless `allow_quantized`, and a
+    model that is neither a plain decoder nor an encoder of the BERT family. Of a model with images
+    or audio it is the text model.
     """
     file = Path(path) / "config.json"
     if not file.is_file():

@@ -25,7 +25,7 @@ _MODELS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta"
 """sentence_<model>_config.json: the first releases used several names, later ones always bert."""
 
 NO_LIMIT = 10**40
-"""Numbers from here on mean no limit; tokenizer files write int(1e30)."""
+"""Upper bound of length fields. It exceeds int(1e30), which means no limit in tokenizer files."""
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 """Activations of a dense module, by their names in torch.nn."""

@@ -16,8 +16,8 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
-"""Maximum tokens in bad words. Every request of a batch is padded to the batch's largest number and
-length of bad words."""
+"""Maximum tokens of a bad word. Every request of a batch is padded to the batch's largest number
+and length of bad words."""
 MAX_LISTED_TOKENS = 300_000
 """Maximum number of token ids in the list fields of a request, times its sequences: each sequence
 has its own copy in the message, the engine and the worker. Larger than any vocabulary."""

@@ -20,7 +20,7 @@ def num_ids(ids: TokenIds) -> int:
 
 
 def token_array(ids: TokenIds) -> TokenArray:
-    """(n,) int64. OverflowError for an integer beyond 64 bits."""
+    """(n,) int64. Raises OverflowError for an integer beyond 64 bits."""
     if isinstance(ids, bytes):
         return np.frombuffer(ids, dtype="<u4").astype(np.int64)
     return np.fromiter(ids, dtype=np.int64, count=len(ids))

@@ -66,7 +66,7 @@ TEXT_MODELS = {
     "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "opt": "OPTForCausalLM",
-    # The shape of ERNIE 4.5, with a rope of halves.
+    # ERNIE 4.5 layers with a half-split rope are Llama layers.
     "paddleocr_vl_text": "LlamaForCausalLM",
     "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",

@@ -120,7 +120,7 @@ def module_names(fields: Fields, *names: str) -> tuple[str, ...]:
 
 
 def checked_names(fields: Fields, where: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """`names` of modules in the field `where`. ConfigError for regular expressions among them that
-    cannot be matched."""
+    """`names` of modules in the field `where`. Raises ConfigError for regular expressions among
+    them that cannot be matched."""
     expressions(names, f"{where} of quantization_config in {fields.file}")
     return names
