@@ -15,11 +15,12 @@ Every message has the two numbers, or the value and the range, that disagree.
 
 
 class GaudiserveError(Exception):
-    """Base of everything raised on purpose."""
+    """Base class of all exceptions that this project raises on purpose."""
 
 
 class UserError(GaudiserveError):
-    """The request is wrong. `param` is the top-level field, `code` a word that clients check."""
+    """The request is wrong. `param`: the top-level field; `code`: an error code that clients
+    check."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -41,7 +42,8 @@ class PromptTooLong(UserError):
         at_least: bool = False,
         item: str = "",
     ) -> None:
-        """`item` names one of several inputs without an output."""
+        """`item`: name of the prompt that is too long, if there are several inputs without an
+        output."""
         more = "at least " if at_least else ""
         requested = f"{more}{num_prompt_tokens} tokens in the prompt"
         if max_tokens is not None:
@@ -84,12 +86,12 @@ class Overloaded(GaudiserveError):
 
 
 class DeadlineExceeded(GaudiserveError):
-    """The request's timeout has passed; 504. The message says what it had reached."""
+    """The request's timeout has passed; 504. The message says how far the request got."""
 
     def __init__(self, message: str, *, has_started: bool = False) -> None:
         super().__init__(message)
         self.has_started = has_started
-        """Whether an engine had begun to compute it."""
+        """Whether an engine had started to compute the request."""
 
 
 class EngineDied(GaudiserveError):
@@ -105,7 +107,8 @@ class EngineDied(GaudiserveError):
 
 
 class RequestFailed(GaudiserveError):
-    """One request failed in the engine, for example with NaN logits; others continue."""
+    """A single request failed in the engine, for example with NaN logits; other requests
+    continue."""
 
 
 class ConfigError(GaudiserveError):

@@ -23,7 +23,7 @@ CHATTY = (
     "transformers",
     "urllib3",
 )
-"""Libraries whose INFO lines are of no use to an operator."""
+"""Libraries whose INFO lines do not help operators."""
 UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access")
 PROBES = ("/live", "/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/page/state")
 """Paths that are polled every few seconds and have no access log line."""
@@ -37,7 +37,7 @@ surrogates, which cannot be encoded."""
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """What is logged, and how, in all processes of a server."""
+    """Log settings of all processes of a server."""
 
     level: str = "info"
     format: str = TEXT
@@ -123,7 +123,7 @@ class WithoutProbes(logging.Filter):
 
 
 class LimitedWarning:
-    """A warning of something frequent: logged at most once in `every_s` seconds, with the count
+    """A warning about a frequent event: logged at most once in `every_s` seconds, with the count
     since the start."""
 
     def __init__(
@@ -134,7 +134,7 @@ class LimitedWarning:
         every_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`text` has one %d for the count."""
+        """`text`: message with a single %d for the count."""
         self._logger = logger
         self._text = text
         self._every_s = every_s
@@ -152,7 +152,7 @@ class LimitedWarning:
 
 
 def applied() -> LogConfig:
-    """What the last setup of this process was given."""
+    """The settings that the last `setup` of this process received."""
     return _applied
 
 

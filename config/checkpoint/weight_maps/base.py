@@ -10,7 +10,7 @@ from config.model.quantization.base import PARAMETERS, WeightPart, WeightScheme
 
 
 class WeightSpec(NamedTuple):
-    """One tensor of a checkpoint."""
+    """A tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class WeightSpec(NamedTuple):
     output_sizes: tuple[int, ...] = ()
     """Sizes of the outputs that the parameter merges along its first dimension."""
     outputs: tuple[int, ...] = ()
-    """Which of `output_sizes` the tensor holds."""
+    """Indices in `output_sizes` of the outputs that the tensor holds."""
     num_heads: tuple[int, ...] = ()
     """Number of heads of each output, if outputs consist of heads. With fewer heads than ranks,
     each head is on several ranks."""
@@ -43,9 +43,9 @@ class WeightSpec(NamedTuple):
     rotated_size: int | None = None
     """Number of leading rows of each head that are rotated; None: all rows."""
     interleaved_dim: int = 0
-    """The dimension of the tensor that has those rows."""
+    """The dimension of the tensor that has the interleaved rows."""
     transposed: bool = False
-    """The last two dimensions are swapped in the parameter."""
+    """Whether the last two dimensions are swapped in the parameter."""
     row_groups: int | None = None
     """Number of row groups of a tensor with several outputs. Each group has a part of every output,
     such as the queries, the key and the value of a KV head. None: the outputs are concatenated."""
@@ -54,28 +54,30 @@ class WeightSpec(NamedTuple):
     offset: float = 0.0
     """Added to the tensor, in float32."""
     normalized: bool = False
-    """Each row is scaled to a length of 1."""
+    """Whether each row is scaled to length 1."""
     interleaved_start: int = 0
     """Number of rows at the start of each head, before the `interleaved_size` rows, that keep their
     order."""
     repeats: int | None = None
-    """How often the tensor is repeated along a new first dimension; None: there is none."""
+    """Number of repetitions of the tensor along a new first dimension; None: no repetition."""
     leading_rows: int | None = None
-    """How many rows at the beginning of the tensor the parameter has; None: all."""
+    """Number of rows at the beginning of the tensor that the parameter has; None: all."""
     mxfp4: Literal["", "blocks", "scales"] = ""
     """Which half of an MXFP4 weight the tensor is. Both halves have the same other fields."""
     mxfp4_columns: tuple[int, int] | None = None
-    """(begin, end) of the columns of the MXFP4 weight that the parameter has; None: all columns."""
+    """(begin, end) of the parameter's columns within the columns of the stored blocks; None: all
+    columns."""
     rounds_up: bool = False
-    """Where the ranks cannot divide the tensor evenly, the shards of the parameter are rounded up,
-    and zero where the tensor ends."""
+    """Whether shard sizes are rounded up if the ranks cannot divide the tensor evenly. Rows beyond
+    the end of the tensor are zero."""
     scheme: WeightScheme | None = None
     """Storage scheme of a quantized weight; None: not quantized. The fields above, except `name`,
     then describe the weight itself."""
     part: WeightPart | None = None
     """Which stored tensor of the quantized weight this is."""
     is_kv_scale: bool = False
-    """One number above 0: the scale of a layer's cached keys or values."""
+    """Whether the tensor is the scale of a layer's cached keys or values: a single number above
+    0."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -95,8 +97,8 @@ class WeightSpec(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The name of the linear layer, or of the stacked experts, of a quantized weight in the
-        checkpoint."""
+        """Checkpoint name of the linear layer, or of the stacked experts, that the quantized weight
+        belongs to."""
         assert self.part is not None
         if self.num_experts is not None:
             return self.name.removesuffix(self.part.suffix)
@@ -110,8 +112,8 @@ class WeightSpec(NamedTuple):
 
     @property
     def quantized_parameter(self) -> str:
-        """Path of the parameter that the tensor of a quantized weight fills in a layer that keeps
-        it quantized; empty if none does."""
+        """Path of the parameter that this tensor of a quantized weight fills, in a layer that keeps
+        the weight quantized; empty if no parameter holds the tensor."""
         assert self.part is not None
         name = PARAMETERS.get(self.part.role)
         return "" if name is None else self.parameter.removesuffix("weight") + name
@@ -157,26 +159,28 @@ class WeightMap:
     layers: tuple[tuple[WeightSpec, ...], ...] = ()
     """Tensors of each layer, with names and parameters relative to the two prefixes below."""
     layer_prefix: str = ""
-    """Before the layer's index in the checkpoint, such as `model.layers.`."""
+    """Prefix of the layer's index in the checkpoint, such as `model.layers.`."""
     parameter_prefix: str = ""
-    """Before the layer's index in the model."""
+    """Prefix of the layer's index in the model."""
     stripped_prefixes: tuple[str, ...] = ()
     """Prefixes that a checkpoint may put before every name."""
     default_prefix: str = ""
-    """Put before a name that begins with none of `known_prefixes`."""
+    """Prefix that is added to names that begin with none of `known_prefixes`."""
     known_prefixes: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
-    """(old, new) parts of names in early checkpoints."""
+    """(old, new) substrings of names in early checkpoints."""
     ignored_prefixes: tuple[str, ...] = ()
     """Name prefixes of tensors that a checkpoint may hold and the model does not need."""
     ignored_suffixes: tuple[str, ...] = ()
     optional: tuple[WeightSpec, ...] = ()
     """Tensors that a checkpoint may hold; some are alternative names of the same tensor."""
     alternatives: tuple[tuple[WeightSpec, ...], ...] = ()
-    """Groups of tensors of a layer. A checkpoint may hold each group in place of the tensors of
-    `layers` with the same parameters: one tensor of all experts in place of a tensor for each."""
+    """Groups of tensors of a layer. A checkpoint may hold a group in place of the tensors of
+    `layers` with the same parameters, such as a tensor of all experts in place of a tensor for each
+    expert."""
     is_text_part: bool = False
-    """Whether the checkpoint holds a model with images or audio, and the map its text model."""
+    """Whether the checkpoint holds a model with images or audio, of which this map covers the text
+    model."""
     has_tower: bool = False
     """Whether the vision tower is loaded too. It has a separate map; this field is set in the map
     of the text model and in the map of the tower."""
@@ -216,8 +220,8 @@ class WeightMap:
         return layer
 
     def map_name(self, name: str) -> str:
-        """The name in this map of the tensor that a checkpoint calls `name`; with OUTSIDE before it
-        for a tensor outside the text model that is loaded."""
+        """Name in this map of the tensor that a checkpoint calls `name`. A tensor outside the text
+        model gets the prefix OUTSIDE."""
         name = self.text_name(name)
         if name.startswith(OUTSIDE):
             return name
@@ -232,18 +236,18 @@ class WeightMap:
         return name
 
     def text_name(self, name: str) -> str:
-        """What a checkpoint of the text model alone calls `name`; OUTSIDE as in `map_name`."""
+        """Name of the tensor in a text-only checkpoint; OUTSIDE as in `map_name`."""
         return text_part_name(name) if self.is_text_part else name
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint may hold `name`, as mapped, though the model does not need it."""
+        """Whether the model ignores the tensor `name` (as mapped), which a checkpoint may hold."""
         return name.startswith((OUTSIDE, *self.ignored_prefixes)) or name.endswith(
             self.ignored_suffixes
         )
 
 
 class Axis(NamedTuple):
-    """A size, and the fields of config.json that it comes from."""
+    """A size, with the fields of config.json that determine it."""
 
     size: int
     fields: str
@@ -264,8 +268,8 @@ def linear(
     fused: bool = False,
     fused_fields: str = "",
 ) -> Iterator[WeightSpec]:
-    """The tensors of a column-parallel linear layer that merges the outputs named by `tensors`; one
-    tensor called `parameter` for all of them if the checkpoint has them `fused`."""
+    """The tensors of a column-parallel linear layer that merges the outputs named by `tensors`. If
+    the checkpoint has the outputs `fused`, a single tensor called `parameter`."""
     sizes = tuple(axis.size for axis in tensors.values())
     parts: dict[str, tuple[Axis, tuple[int, ...]]] = {
         name: (axis, (index,)) for index, (name, axis) in enumerate(tensors.items())

@@ -1,4 +1,4 @@
-"""The tensors of layers of cross attention."""
+"""The tensors of cross-attention layers."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ itself."""
 
 
 def cross_weights(config: ModelConfig, hidden: Axis) -> Iterator[WeightSpec]:
-    """Attention, which the checkpoint calls cross_attn, with norms of heads, and gates."""
+    """Attention, which the checkpoint calls cross_attn, with per-head norms and gates."""
     name, layer = "cross_attn", "self_attn"
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     query = Axis(heads * head_dim, "num_attention_heads * head_dim")

@@ -1,4 +1,5 @@
-"""The tensors of heads that draft from hidden states of the target, as vLLM reads them."""
+"""The tensors of EAGLE and MTP drafters, which read hidden states of the target, in vLLM's
+layout."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -50,7 +51,7 @@ def eagle3_weight_map(
         [_linear("fc", hidden, three), norm, head],
     )
     kept = tuple(one for one in found.ignored_prefixes if one != "lm_head.weight")
-    # Which tokens the head has: d2t is read beside the weights.
+    # The names of d2t, which maps draft tokens to target tokens; it is read separately.
     return replace(found, ignored_prefixes=(*kept, "model.d2t", "model.t2d"))
 
 
@@ -83,6 +84,6 @@ def _linear(name: str, rows: Axis, columns: Axis) -> WeightSpec:
 
 
 def _outside_of_target(layers: WeightMap, outer: Iterable[WeightSpec]) -> WeightMap:
-    """`layers` with `outer` around them, in a checkpoint that may repeat the embedding."""
+    """`layers` with `outer` as outer tensors, for a checkpoint that may repeat the embedding."""
     ignored = (*layers.ignored_prefixes, "model.embed_tokens.weight")
     return replace(layers, outer=tuple(outer), ignored_prefixes=ignored)

@@ -1,4 +1,4 @@
-"""The scales of cached keys and values in FP8 that a checkpoint may hold."""
+"""The scales of FP8 KV caches that a checkpoint may hold."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,11 +6,11 @@ from dataclasses import replace
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 
 _PROJECTION = "self_attn.qkv_proj.weight"
-"""The parameter that the projections of each layer with keys and values fill."""
+"""The parameter that the query, key and value projections of each attention layer fill."""
 
 
 def with_kv_scales(weight_map: WeightMap) -> WeightMap:
-    """`weight_map` with the scales of the layers that have keys and values."""
+    """`weight_map` with the KV scales of all layers that have keys and values."""
     return replace(weight_map, optional=tuple(_scales(weight_map)))
 
 
