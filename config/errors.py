@@ -8,7 +8,7 @@
     |-- EngineDied         the engine process is gone; 503, and the server exits
     |-- RequestFailed      this request broke in the engine; 500, others go on
     `-- ConfigError        a flag, variable, file or checkpoint we cannot run with; at start
-        `-- CheckpointError    of these, the model that `serve` was given; exit code 1 instead of 2
+        `-- CheckpointError    the model that `serve` was given; exit code 1 instead of 2
 
 Every message has the two numbers, or the value and the range, that disagree.
 """
