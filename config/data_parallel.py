@@ -1,4 +1,4 @@
-"""DataParallelConfig: several engines with the same model behind one server."""
+"""DataParallelConfig: several engines with the same model in a single server."""
 
 from dataclasses import dataclass
 

@@ -58,7 +58,7 @@ _WITHOUT = {
 
 
 class Unsupported(ConfigError):
-    """A regular expression of Python that RE2 does not have."""
+    """A Python regular expression that RE2 does not support."""
 
 
 class Expressions:
@@ -134,7 +134,8 @@ def _check_sizes(texts: Sequence[str], where: str) -> None:
 def _program(
     texts: Sequence[str], translated: Sequence[str], first: int, where: str, part: str
 ) -> re2.Set:
-    """The program of PROGRAM_EXPRESSIONS expressions from `first` on, behind that of ALWAYS."""
+    """The program of PROGRAM_EXPRESSIONS expressions from `first` on, preceded by the expression
+    ALWAYS."""
     options = re2.Options()
     options.max_mem = MAX_MEMORY_BYTES
     options.log_errors = False

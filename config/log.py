@@ -143,7 +143,8 @@ class LimitedWarning:
         self.count = 0
 
     def add(self) -> None:
-        """Increase the count, and log it at most every `every_s` seconds."""
+        """Increase the count, and log it unless the last line is less than `every_s` seconds
+        old."""
         self.count += 1
         now_s = self._clock()
         if now_s >= self._next_s:

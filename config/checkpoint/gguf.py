@@ -132,9 +132,9 @@ def _convert(
 def read_entries(
     file: GgufFile, config: Json, generation: Json, dtype: str
 ) -> tuple[ModelConfig, list[Entry]]:
-    """The facts in `config` and `generation`, which were made from `file`, and the tensors of the
-    checkpoint. Raises ConfigError for a model that is not supported, and for sizes that differ from
-    those of the tensors."""
+    """Facts from `config` and `generation`, which were made from `file`, and the tensors of the
+    checkpoint. Raises ConfigError for an unsupported model, and for sizes that differ from the
+    tensors."""
     fields, defaults = Fields(config, file.path), Fields(generation, file.path)
     facts = model_config_of(str(file.path), fields, defaults)
     # Check before a weight map of 10^9 layers is built.

@@ -138,7 +138,7 @@ def _merge(
         # vLLM's plug-in does the same.
         values.setdefault("enable-prefix-caching", (False, contiguous[1]))
     if "model" not in values:
-        # --served-model-name takes several names, so it also takes a MODEL behind it.
+        # --served-model-name takes several names, so a MODEL after it counts as another name.
         problems += [
             f"{one.name} takes {' and '.join(map(repr, one.value))}, and no model is named: put "
             "MODEL in front of the flags, or use --model"

@@ -216,7 +216,7 @@ Pairs = dict[str, dict[str, StoredTensor]]
 def _sorted(
     weights: OpenWeights, file: str, base: BaseModules
 ) -> tuple[Pairs, tuple[BaseTensor, ...]]:
-    """The low-rank matrices, and the tensors of the base model beside them."""
+    """The low-rank matrices, and the base model tensors that the file also has."""
     pairs: Pairs = {}
     base_tensors = []
     for tensor in weights.tensors:

@@ -1,5 +1,5 @@
 """AdapterFolder: opens the files of an adapter, and names them in errors. OpenWeights: the weights
-file, read once: its header, its values and its hash are of the same bytes."""
+file, read once, so that header, values and hash come from the same bytes."""
 
 import hashlib
 import math
@@ -50,18 +50,18 @@ class AdapterFolder:
 
     path: str
     root: str = ""
-    """Below it are the files that may be read, links followed; without links itself. Empty: files
-    may be anywhere, because an operator gave the folder."""
+    """Folder below which files may be read, with symlinks resolved; the path itself has no
+    symlinks. Empty: files may be anywhere, because an operator gave the folder."""
     label: str = ""
-    """What its user calls the folder, for errors; empty: its path."""
+    """Name of the folder in errors, as its user wrote it; empty: its path."""
 
     @property
     def name(self) -> str:
-        """What errors call the folder."""
+        """Name of the folder in errors."""
         return self.label or self.path
 
     def file(self, name: str) -> str:
-        """What errors call a file of the folder."""
+        """Name of a file of the folder in errors."""
         return f"{self.name}/{name}" if name else self.name
 
     def has(self, name: str) -> bool:

@@ -98,7 +98,7 @@ class SpeculationMethod:
     revision: str | None = None
     """Revision of a hub id."""
     max_model_len: int | None = None
-    """Maximum context of the drafter in tokens: behind it nothing is drafted; None: the limit of
+    """Maximum context of the drafter in tokens, after which it drafts nothing; None: the limit of
     the drafter's checkpoint."""
     draft_tensor_parallel_size: int | None = None
     """Number of devices that the drafter is divided among; None: as many as the target."""

@@ -179,8 +179,7 @@ class WeightMap:
     `layers` with the same parameters, such as a tensor of all experts in place of a tensor for each
     expert."""
     is_text_part: bool = False
-    """Whether the checkpoint holds a model with images or audio, of which this map covers the text
-    model."""
+    """Whether this map covers only the text model of a checkpoint with images or audio."""
     has_tower: bool = False
     """Whether the vision tower is loaded too. It has a separate map; this field is set in the map
     of the text model and in the map of the tower."""

@@ -51,7 +51,7 @@ def eagle3_weight_map(
         [_linear("fc", hidden, three), norm, head],
     )
     kept = tuple(one for one in found.ignored_prefixes if one != "lm_head.weight")
-    # The names of d2t, which maps draft tokens to target tokens; it is read separately.
+    # d2t and t2d map between draft tokens and target tokens; d2t is read separately.
     return replace(found, ignored_prefixes=(*kept, "model.d2t", "model.t2d"))
 
 

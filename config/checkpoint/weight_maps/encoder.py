@@ -130,7 +130,7 @@ def _encoder_layer(
 
 
 def head_weights(config: ModelConfig, num_labels: int) -> Iterator[WeightSpec]:
-    """The tensors of the classification head behind an encoder or a decoder, filling `dense` and
+    """The tensors of the classification head of an encoder or a decoder, which fill `dense` and
     `out`."""
     family = None if config.encoder is None else config.encoder.family
     # A decoder's head is a single matrix without a bias; an encoder's head has two matrices.

@@ -27,7 +27,7 @@ of a module's name, as vLLM reads it."""
 
 
 def read_auto_round(fields: Fields) -> QuantizationConfig:
-    """Raises ConfigError for what is not served."""
+    """Quantization of AutoRound checkpoints. Raises ConfigError for unsupported settings."""
     if fields.raw.get("data_type") == "fp" and fields.raw.get("weight_block_size"):
         return _fp8(fields)
     _check_integers(fields)

@@ -197,7 +197,7 @@ class QuantizationConfig:
 
 @lru_cache(maxsize=16)
 def expressions(names: tuple[str, ...], where: str = "quantization_config") -> Expressions:
-    """The compiled regular expressions among `names` (entries behind EXPRESSION). Raises
+    """The compiled regular expressions among `names` (entries with the prefix EXPRESSION). Raises
     ConfigError."""
     found = [name.removeprefix(EXPRESSION) for name in names if name.startswith(EXPRESSION)]
     return Expressions(found, where, START)

@@ -23,7 +23,7 @@ SCB_FACTOR = 1 / 127
 
 
 def read_bitsandbytes(fields: Fields) -> QuantizationConfig:
-    """Raises ConfigError for what is not served."""
+    """Quantization of bitsandbytes checkpoints. Raises ConfigError for unsupported settings."""
     has_8_bits = fields.get("load_in_8bit", bool, False)
     if has_8_bits == fields.get("load_in_4bit", bool, False):
         raise refused(fields, "load_in_4bit", not has_8_bits, "either this or load_in_8bit")

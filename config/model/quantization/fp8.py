@@ -16,7 +16,7 @@ from config.model.quantization.fields import FLOATS, KV_SCALES, choice, module_n
 
 
 def read_fp8(fields: Fields) -> QuantizationConfig:
-    """Raises ConfigError for what is not served."""
+    """Quantization of FP8 checkpoints. Raises ConfigError for unsupported settings."""
     choice(fields, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
     kind = choice(fields, "activation_scheme", "dynamic", ("dynamic", "static"))
     block = fields.get("weight_block_size", list, None)

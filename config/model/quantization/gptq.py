@@ -27,7 +27,7 @@ VERSION_2 = VERSIONS[1]
 
 
 def read_gptq(fields: Fields) -> QuantizationConfig:
-    """Raises ConfigError for what is not served."""
+    """Quantization of GPTQ checkpoints. Raises ConfigError for unsupported settings."""
     choice(fields, "checkpoint_format", "gptq", VERSIONS)
     if fields.raw.get("is_marlin_format"):
         raise refused(fields, "is_marlin_format", True, "false: weights packed as GPTQ does")
