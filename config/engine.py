@@ -477,7 +477,7 @@ class EngineConfig:
 
     @property
     def max_inflight_steps(self) -> int:
-        """Maximum steps that are submitted and not yet collected. Asynchronous scheduling: at least
-        one per pipeline stage, and at least 2."""
+        """Maximum steps that are submitted and not yet collected: 1 for synchronous scheduling; for
+        asynchronous scheduling at least the number of pipeline stages, and at least 2."""
         configured = self.scheduler.max_inflight_steps
         return max(configured, self.parallel.pipeline_parallel_size) if configured > 1 else 1

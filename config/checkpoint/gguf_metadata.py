@@ -165,7 +165,7 @@ class _Reader:
             raise ValueError(f"it is of version {version}, which is none of 2 and 3")
         num_tensors = self._count("tensors", MAX_TENSORS)
         num_keys = self._count("keys", MAX_KEYS)
-        # Minimum size of each array element: lengths, types and offsets.
+        # Minimum bytes of a key (13) and of a tensor's entry (32): lengths, types and offsets.
         self._check_room("keys", num_keys, 13)
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
