@@ -6,9 +6,9 @@ from config.errors import ConfigError
 from config.setting import check_settings, is_count, metadata, setting
 
 MAX_TILES = 2**20
-"""Or patches, in a launch of the vision tower."""
+"""Maximum tiles or patches in a launch of the vision tower."""
 AUTOMATIC = ("auto", "none")
-"""Of the sizes of those launches: what the model's defaults are called."""
+"""Values of `images` that select the model's default launch sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class BucketConfig:
 
     @property
     def image_sizes(self) -> tuple[int, ...]:
-        """The numbers in `images`; empty for those of the model."""
+        """Launch sizes given in `images`; empty: the model's defaults."""
         if self.images.lower() in AUTOMATIC:
             return ()
         return tuple(int(one) for one in self.images.split(","))

@@ -1,4 +1,4 @@
-"""Folders of caches that cannot be written: what the errors say."""
+"""Errors for cache folders that cannot be written."""
 
 import contextlib
 import os
@@ -13,7 +13,8 @@ HINT = "name another folder by --cache-dir or XDG_CACHE_HOME"
 
 @contextlib.contextmanager
 def cache_errors(folder: Path, what: str) -> Iterator[None]:
-    """Raises ConfigError for an OSError inside: `what` cannot be written to `folder`."""
+    """Context manager that turns an OSError into a ConfigError, which says that `what` cannot be
+    written to `folder`."""
     try:
         yield
     except OSError as error:
@@ -31,7 +32,7 @@ def check_room(folder: Path, num_bytes: int, what: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Write the data of a file to the disk, so that a rename behind it cannot be written first."""
+    """Flush a file's data to disk, so that a later rename cannot reach the disk before the data."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

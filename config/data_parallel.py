@@ -1,4 +1,4 @@
-"""DataParallelConfig: several engines with the same model behind one server."""
+"""DataParallelConfig: several engines with the same model in a single server."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,13 @@ from config.errors import ConfigError
 from config.setting import check_settings, setting
 
 MAX_ENGINES = 256
-"""The engine's number has 8 bits of a request's key (engine/transport/messages.py)."""
+"""Maximum number of engines: a request's key has 8 bits for the engine
+(engine/transport/messages.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataParallelConfig:
-    """How many engines share the requests, and on which hosts they run."""
+    """Number of engines that share the requests, and the hosts that they run on."""
 
     data_parallel_size: int = setting(
         1,
@@ -61,22 +62,22 @@ class DataParallelConfig:
 
     @property
     def first_engine(self) -> int:
-        """The number of this host's first engine."""
+        """Index of this host's first engine."""
         return self.data_parallel_rank or 0
 
     @property
     def num_local(self) -> int:
-        """Engines on this host."""
+        """Number of engines on this host."""
         if self.data_parallel_size_local is not None:
             return self.data_parallel_size_local
         return self.data_parallel_size if self.data_parallel_rank is None else 1
 
     @property
     def num_remote(self) -> int:
-        """Engines on other hosts."""
+        """Number of engines on other hosts."""
         return self.data_parallel_size - self.num_local
 
     @property
     def has_api_servers(self) -> bool:
-        """Whether this host has the API servers."""
+        """Whether this host runs the API servers."""
         return self.first_engine == 0

@@ -21,9 +21,9 @@ DUMMY = "dummy"
 """The value of EngineConfig.load_format for random weights."""
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 OF_CHECKPOINTS = tuple(method for method in METHODS if "/" not in method)
-"""Values of EngineConfig.quantization that a checkpoint may say of its weights."""
+"""Values of EngineConfig.quantization that a checkpoint may declare."""
 AT_LOAD = ("int8", "int4", "gguf")
-"""Those for weights that are not quantized, or of a GGUF file."""
+"""Values of EngineConfig.quantization for unquantized weights or a GGUF file."""
 RAY = "ray"
 EXTERNAL_LAUNCHER = "external_launcher"
 EXECUTORS = ("auto", "uni", "mp", RAY, EXTERNAL_LAUNCHER)
@@ -33,7 +33,7 @@ DEFAULT_TOKEN_BUDGET = 2048
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The paged KV cache."""
+    """Settings of the paged KV cache."""
 
     block_size: int | None = setting(
         None,
@@ -96,7 +96,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Which requests run, and how many at once."""
+    """Settings of the scheduler: which requests run, and how many at once."""
 
     max_num_seqs: int = setting(32, "Maximum number of sequences that run at once", minimum=1)
     max_num_batched_tokens: int | None = setting(
@@ -180,7 +180,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """One engine: a model on a device, with its cache, scheduler and buckets."""
+    """Settings of an engine: a model on a device, with its cache, scheduler and buckets."""
 
     model: str = field(
         metadata=metadata(
@@ -469,15 +469,15 @@ class EngineConfig:
 
     @property
     def num_coupled_engines(self) -> int:
-        """Engines that step together, because experts are distributed over the devices of all; 1:
-        each engine steps alone."""
+        """Number of engines that step together because experts are distributed over all their
+        devices; 1: each engine steps alone."""
         if not self.parallel.enable_expert_parallel:
             return 1
         return self.data_parallel.data_parallel_size
 
     @property
     def max_inflight_steps(self) -> int:
-        """Steps that are submitted and not collected: with asynchronous scheduling one for each
-        pipeline stage, and at least 2."""
+        """Maximum steps that are submitted and not yet collected: 1 for synchronous scheduling; for
+        asynchronous scheduling at least the number of pipeline stages, and at least 2."""
         configured = self.scheduler.max_inflight_steps
         return max(configured, self.parallel.pipeline_parallel_size) if configured > 1 else 1

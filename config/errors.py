@@ -1,4 +1,4 @@
-"""The exception tree of all four layers.
+"""Exception tree of server, engine, hpu and config.
 
     GaudiserveError
     |-- UserError          the request is wrong; 4xx over HTTP
@@ -8,18 +8,19 @@
     |-- EngineDied         the engine process is gone; 503, and the server exits
     |-- RequestFailed      this request broke in the engine; 500, others go on
     `-- ConfigError        a flag, variable, file or checkpoint we cannot run with; at start
-        `-- CheckpointError    of these, the model that `serve` was given; exit code 1 instead of 2
+        `-- CheckpointError    the model that `serve` was given; exit code 1 instead of 2
 
 Every message has the two numbers, or the value and the range, that disagree.
 """
 
 
 class GaudiserveError(Exception):
-    """Base of everything raised on purpose."""
+    """Base class of all exceptions that this project raises on purpose."""
 
 
 class UserError(GaudiserveError):
-    """The request is wrong. `param` is the top-level field, `code` a word that clients check."""
+    """The request is wrong. `param`: the top-level field; `code`: an error code that clients
+    check."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -41,7 +42,8 @@ class PromptTooLong(UserError):
         at_least: bool = False,
         item: str = "",
     ) -> None:
-        """`item` names one of several inputs without an output."""
+        """`item`: name of the prompt that is too long, if there are several inputs without an
+        output."""
         more = "at least " if at_least else ""
         requested = f"{more}{num_prompt_tokens} tokens in the prompt"
         if max_tokens is not None:
@@ -84,28 +86,29 @@ class Overloaded(GaudiserveError):
 
 
 class DeadlineExceeded(GaudiserveError):
-    """The request's timeout has passed; 504. The message says what it had reached."""
+    """The request's timeout has passed; 504. The message says how far the request got."""
 
     def __init__(self, message: str, *, has_started: bool = False) -> None:
         super().__init__(message)
         self.has_started = has_started
-        """Whether an engine had begun to compute it."""
+        """Whether an engine had started to compute the request."""
 
 
 class EngineDied(GaudiserveError):
     """The engine process died; it is not restarted in this process."""
 
     is_logged = False
-    """Whether the process that failed has logged why, so that no other one has to."""
+    """Whether the failed process has already logged the cause."""
 
     def __init__(self, message: str | None = None, *, is_external: bool = False) -> None:
-        """`is_external`: what the engine computed is not the cause."""
+        """`is_external`: the cause of the death is not what the engine computed."""
         super().__init__(message)
         self.is_external = is_external
 
 
 class RequestFailed(GaudiserveError):
-    """One request failed in the engine, for example with NaN logits; others continue."""
+    """A single request failed in the engine, for example with NaN logits; other requests
+    continue."""
 
 
 class ConfigError(GaudiserveError):

@@ -8,15 +8,15 @@ from config.setting import check_settings, is_count, setting
 
 HPU_GRAPHS, TORCH_COMPILE, EAGER, LAZY = "hpu-graphs", "torch-compile", "eager", "lazy"
 SLICE_MULTIPLE = 1024
-"""Sizes of slices that the fused attention is known to take are multiples of it (_setup_slicing in
-vllm_gaudi/extension/utils.py of vllm-project/vllm-gaudi)."""
+"""Slice sizes with which fused attention is known to work are multiples of this number
+(_setup_slicing in vllm_gaudi/extension/utils.py of vllm-project/vllm-gaudi)."""
 
 CAPTURE_ORDERS = ("min_tokens", "max_bs")
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:
-    """How launches run on the device, and what is logged of them."""
+    """How launches run on the device, and what is logged about them."""
 
     mode: str = setting(
         "auto",
@@ -167,7 +167,7 @@ class ExecutionConfig:
 
     @property
     def slice_sizes(self) -> tuple[int, int] | None:
-        """(threshold, tokens of a slice) of attention in slices; None: never."""
+        """(threshold, tokens per slice) of sliced attention; None: attention is never sliced."""
         if not (self.sdpa_slicing and self.fused_sdpa):
             return None
         size = self.sdpa_slice_size or self.sdpa_slice_threshold // 2
@@ -175,7 +175,8 @@ class ExecutionConfig:
 
     @property
     def profiled_steps(self) -> tuple[int, int | None]:
-        """(first, last) step of a trace; None: no last one. Raises ConfigError."""
+        """(first, last) step of a trace; last is None if the trace has no last step. Raises
+        ConfigError."""
         if self.profiler_steps is None:
             return 0, None
         words = self.profiler_steps.split(",")
@@ -205,7 +206,7 @@ class ExecutionConfig:
 
 
 def _numbers(name: str, text: str, *forms: str) -> list[int]:
-    """Whole numbers with commas between, as many as one of `forms` has words. Raises
+    """Comma-separated whole numbers of `text`, as many as any of `forms` has words. Raises
     ConfigError."""
     words = text.split(",")
     counts = [form.count(",") + 1 for form in forms]
@@ -281,7 +282,7 @@ class WarmupConfig:
 
 @dataclass(frozen=True, slots=True)
 class EmulatorSettings:
-    """The card that --device hpu-emulator emulates."""
+    """Properties of the card that --device hpu-emulator emulates."""
 
     card: str = setting(
         "gaudi2", "Emulated card", name="emulator-card", choices=("gaudi2", "gaudi3")
@@ -313,7 +314,7 @@ class EmulatorSettings:
 
 
 class ModeChoice(NamedTuple):
-    """One of the four modes, and the reason."""
+    """An execution mode and the reason for it."""
 
     mode: str
     reason: str

@@ -15,16 +15,16 @@ FULL, START, SEARCH = "FullMatchSet", "MatchSet", "SearchSet"
 
 MAX_EXPRESSION_CHARACTERS = 4096
 MAX_EXPRESSIONS = 4096
-"""Of one field."""
+"""Maximum number of expressions in a field."""
 MAX_TOTAL_CHARACTERS = 262_144
-"""Of all expressions of one field."""
+"""Maximum characters of all expressions in a field together."""
 MAX_REPETITIONS = 1000
 """RE2's own limit for a count in braces."""
 MAX_TOTAL_REPETITIONS = 10_000
-"""The sum of all counts of one field."""
+"""Maximum sum of all repetition counts in a field."""
 MAX_NAME_CHARACTERS = 1024
 MAX_MEMORY_BYTES = 2**22
-"""Of each program of expressions and its matching."""
+"""Maximum memory of each compiled program and of its matching."""
 PROGRAM_EXPRESSIONS = 128
 """A program is compiled under Python's lock, in about 20 us an expression."""
 CPU_S, CPU_S_PER_NAME = 1.0, 1e-4
@@ -58,11 +58,11 @@ _WITHOUT = {
 
 
 class Unsupported(ConfigError):
-    """A regular expression of Python that RE2 does not have."""
+    """A Python regular expression that RE2 does not support."""
 
 
 class Expressions:
-    """Regular expressions of one field, in order. They match names as Python's `re` does."""
+    """Regular expressions of a config field, in order. They match names as Python's `re` does."""
 
     def __init__(self, texts: Sequence[str], where: str, part: str, *, prefix: str = "") -> None:
         """`where`: the field and its file, for errors. `part`: FULL, START or SEARCH. `prefix`: an
@@ -83,8 +83,8 @@ class Expressions:
         ]
 
     def first(self, name: str) -> int | None:
-        """The index of the first expression that matches `name`. ConfigError for a name that no
-        module has, and for expressions that take too long."""
+        """The index of the first expression that matches `name`. Raises ConfigError for a name that
+        no module has, and for expressions that take too long."""
         if len(name) > MAX_NAME_CHARACTERS or not (name.isascii() and name.isprintable()):
             raise ConfigError(
                 f"{self._where} cannot be matched to a module: its name {shown(name)} has "
@@ -134,7 +134,8 @@ def _check_sizes(texts: Sequence[str], where: str) -> None:
 def _program(
     texts: Sequence[str], translated: Sequence[str], first: int, where: str, part: str
 ) -> re2.Set:
-    """The program of PROGRAM_EXPRESSIONS expressions from `first` on, behind that of ALWAYS."""
+    """The program of PROGRAM_EXPRESSIONS expressions from `first` on, preceded by the expression
+    ALWAYS."""
     options = re2.Options()
     options.max_mem = MAX_MEMORY_BYTES
     options.log_errors = False

@@ -5,7 +5,8 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value. ValueError for anything else, values that are nested too deeply included."""
+    """Parsed value of `text`. Raises ValueError for invalid JSON and for values that are nested too
+    deeply."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -23,7 +23,7 @@ CHATTY = (
     "transformers",
     "urllib3",
 )
-"""Libraries whose INFO lines are of no use to an operator."""
+"""Libraries whose INFO lines do not help operators."""
 UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access")
 PROBES = ("/live", "/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/page/state")
 """Paths that are polled every few seconds and have no access log line."""
@@ -37,7 +37,7 @@ surrogates, which cannot be encoded."""
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """What is logged, and how, in all processes of a server."""
+    """Log settings of all processes of a server."""
 
     level: str = "info"
     format: str = TEXT
@@ -106,8 +106,8 @@ class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic i
     """Our handler on the root logger; a separate type, so that a second setup finds it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Drop INFO lines of libraries even where one has reset its loggers' levels: torch does so
-        while it is imported, and logs statistics at exit if the import was interrupted."""
+        """Drop INFO lines of libraries, even where a library has reset its loggers' levels: torch
+        does so while it is imported, and logs statistics at exit if the import was interrupted."""
         is_chatty = record.levelno < logging.WARNING and record.name.partition(".")[0] in CHATTY
         return not is_chatty and bool(super().filter(record))
 
@@ -123,7 +123,7 @@ class WithoutProbes(logging.Filter):
 
 
 class LimitedWarning:
-    """A warning of something frequent: logged at most once in `every_s` seconds, with the count
+    """A warning about a frequent event: logged at most once in `every_s` seconds, with the count
     since the start."""
 
     def __init__(
@@ -134,7 +134,7 @@ class LimitedWarning:
         every_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`text` has one %d for the count."""
+        """`text`: message with a single %d for the count."""
         self._logger = logger
         self._text = text
         self._every_s = every_s
@@ -143,7 +143,8 @@ class LimitedWarning:
         self.count = 0
 
     def add(self) -> None:
-        """Count one more, and log if it is time."""
+        """Increase the count, and log it unless the last line is less than `every_s` seconds
+        old."""
         self.count += 1
         now_s = self._clock()
         if now_s >= self._next_s:
@@ -152,7 +153,7 @@ class LimitedWarning:
 
 
 def applied() -> LogConfig:
-    """What the last setup of this process was given."""
+    """The settings that the last `setup` of this process received."""
     return _applied
 
 

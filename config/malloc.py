@@ -1,7 +1,5 @@
-"""glibc malloc settings of this process: what happens to memory that is freed.
-
-All functions do nothing with a C library other than glibc.
-"""
+"""glibc malloc settings of this process, which control whether freed memory is returned to the
+system. All functions are no-ops with other C libraries."""
 
 import ctypes
 
@@ -15,7 +13,7 @@ RETAINED_BYTES = 2 * 2**20
 returns no memory at the end of an arena other than the main arena."""
 
 MAX_MMAP_THRESHOLD_BYTES = 32 * 2**20
-"""glibc takes no larger M_MMAP_THRESHOLD."""
+"""Maximum M_MMAP_THRESHOLD that glibc accepts."""
 DEFAULT_THRESHOLD_BYTES = 128 * 2**10
 
 

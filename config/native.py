@@ -1,10 +1,10 @@
-"""Panics of native extensions (Rust) as exceptions that the borders of our processes handle."""
+"""Converts panics of native extensions (Rust) to exceptions that process boundaries handle."""
 
 import contextlib
 from collections.abc import Iterator
 
 _PANIC = "PanicException"
-"""The name of the class, which no module exports. It is a BaseException."""
+"""Name of the panic class, which no module exports. It is a BaseException."""
 
 
 class NativePanic(RuntimeError):

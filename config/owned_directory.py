@@ -20,7 +20,7 @@ dies; a process id could be reused by then."""
 
 
 def temporary_folder() -> str:
-    """The system's temporary directory. Raises ConfigError if none can be written."""
+    """The system's temporary directory. Raises ConfigError if there is no writable directory."""
     try:
         return tempfile.gettempdir()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""ParallelConfig: how one model is divided among devices, and who starts their workers."""
+"""ParallelConfig: how a model is divided among devices, and what starts their workers."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,8 +11,8 @@ DATA = "data"
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """The devices that run one copy of the model. A rank is one of them: rank = stage * tensor
-    parallel size + shard."""
+    """The devices that run a copy of the model. Each device has a rank: stage * tensor parallel
+    size + shard."""
 
     tensor_parallel_size: int = setting(
         1, "Devices that each layer of the model is divided among", minimum=1
@@ -54,7 +54,7 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Workers of one engine."""
+        """Number of workers of an engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -64,23 +64,24 @@ class ParallelConfig:
 
 
 class Stage(NamedTuple):
-    """A stage among those that divide the layers of a model."""
+    """Position of a pipeline stage among the stages of a model."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def is_first(self) -> bool:
-        """Whether it has the embedding."""
+        """Whether the stage has the embedding."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the final norm and the head, and samples."""
+        """Whether the stage has the final norm and the head, and samples."""
         return self.rank == self.size - 1
 
     def layers(self, num_layers: int) -> range:
-        """Its layers of `num_layers`. Raises ConfigError when some stage would have none."""
+        """Indices of the stage's layers among `num_layers`. Raises ConfigError if a stage would
+        have no layers."""
         if self.size > num_layers:
             raise ConfigError(
                 f"the model has {num_layers} layers, and {self.size} stages "
@@ -91,4 +92,4 @@ class Stage(NamedTuple):
 
 
 WHOLE = Stage()
-"""The one stage that has all layers."""
+"""The only stage of a model that is not divided."""

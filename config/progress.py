@@ -1,4 +1,4 @@
-"""Progress of what takes long at start-up: a bar on a terminal, lines elsewhere, and callbacks."""
+"""Progress of slow start-up work: a bar on a terminal, log lines elsewhere, and callbacks."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 NUM_LINES = 10
-"""For the whole of a download or a conversion, where there is no bar."""
+"""Number of log lines for a whole download or conversion where there is no bar."""
 
 Report = Callable[[str, int, int], None]
 """Called with a stage ("fetch", "convert"), the bytes done and the total (0: unknown). May be
@@ -22,7 +22,7 @@ def unreported(stage: str, done_bytes: int, total_bytes: int) -> None:
 
 
 OnStep = Callable[[str], None]
-"""Called with what is under way, for example `compiling kernels, 12 s`, once a second or so. An
+"""Called about once a second with the current work, for example `compiling kernels, 12 s`. An
 exception aborts the work."""
 
 
@@ -31,14 +31,14 @@ def unreported_step(step: str) -> None:
 
 
 class TenthLines:
-    """Lines about bytes, where there is no terminal for a bar: at each tenth of the total."""
+    """Logs byte progress at each tenth of the total, where there is no terminal for a bar."""
 
     def __init__(self, words: str) -> None:
         self._words = words
         self._num_written = 0
 
     def update(self, done_bytes: int, total_bytes: int) -> None:
-        """Log a line if a tenth more is done than at the last line."""
+        """Log a line if `done_bytes` has reached another tenth of the total."""
         tenths = NUM_LINES * done_bytes // total_bytes if total_bytes else 0
         if tenths > self._num_written:
             self._num_written = tenths
@@ -47,8 +47,8 @@ class TenthLines:
 
 
 class Bar(tqdm):  # type: ignore[type-arg] # a class only to the type checker's stubs
-    """A bar over bytes on a terminal, elsewhere lines; it also reports each update. `disable`
-    leaves the reports alone."""
+    """A byte progress bar on a terminal, log lines elsewhere. Also reports each update. `disable`
+    keeps the reports."""
 
     def __init__(self, stage: str, report: Report, *, desc: str, **look: Any) -> None:
         self._stage = stage

@@ -24,10 +24,10 @@ TOOL_CALL_PARSERS = (
     *("minicpm5", "muse_glimmer"),
 )
 MAX_IMAGES = 64
-"""Of one prompt, unless told otherwise."""
+"""Default maximum number of images in a prompt."""
 MAX_VIDEOS = 8
 MAX_FRAMES = 768
-"""Of one video."""
+"""Maximum number of frames of a video."""
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a chat template that are fields of a request, and no chat_template_kwargs."""
 TOOL_TEMPLATES = ("auto", "none")
@@ -422,7 +422,7 @@ class ServerConfig:
 
     @property
     def path_prefix(self) -> str:
-        """That of all paths, without a slash at its end; empty: none."""
+        """Prefix of all paths, without a trailing slash; empty: no prefix."""
         return self.root_path.rstrip("/")
 
     @property
@@ -432,12 +432,12 @@ class ServerConfig:
 
     @property
     def max_images(self) -> int:
-        """Of one prompt. Raises ConfigError."""
+        """Maximum number of images in a prompt. Raises ConfigError."""
         return self._limit("image", MAX_IMAGES)
 
     @property
     def max_videos(self) -> int:
-        """Of one prompt. Raises ConfigError."""
+        """Maximum number of videos in a prompt. Raises ConfigError."""
         return self._limit("video", MAX_VIDEOS)
 
     def _limit(self, kind: str, default: int) -> int:
@@ -457,8 +457,8 @@ class ServerConfig:
 
     @property
     def video_frames(self) -> tuple[int, float]:
-        """Maximum number of frames of a video, and of a second of it; -1: no maximum. Raises
-        ConfigError."""
+        """(maximum frames of a video, maximum frames per second of a video); -1: MAX_FRAMES, or no
+        maximum per second. Raises ConfigError."""
         kinds = _object("media_io_kwargs", self.media_io_kwargs)
         video = kinds.get("video", {})
         if set(kinds) - {"video"} or not isinstance(video, dict) or set(video) - set(_FRAMES):
@@ -484,23 +484,23 @@ class ServerConfig:
 
     @property
     def log(self) -> LogConfig:
-        """Of all processes of the server."""
+        """Log settings of all processes of the server."""
         return LogConfig(self.log_level, self.log_format)
 
     def sampling_defaults(self, of_model: Mapping[str, float]) -> dict[str, float]:
-        """Sampling parameters of a request that sets none, with those of the model's
-        generation_config."""
+        """Default sampling parameters of requests: the model's generation_config, if
+        `generation_config` is auto, then override_generation_config."""
         recommended = of_model if self.generation_config == "auto" else {}
         return {**recommended, **_generation_overrides(self.override_generation_config)}
 
 
 IGNORED_GENERATION = ("attn_temperature_tuning",)
-"""Names in override_generation_config that are no sampling parameters: scripts for Llama 4 on vLLM
-set them, to no effect there either."""
+"""Names in override_generation_config that are no sampling parameters. Scripts for Llama 4 on vLLM
+set them, and vLLM ignores them too."""
 _LIMITED = ("image", "video", "audio")
-"""Kinds in limit_mm_per_prompt; scripts for vLLM name audio, which no model takes."""
+"""Kinds in limit_mm_per_prompt. Scripts for vLLM name audio, which no served model takes."""
 _FRAMES = {"num_frames": 32, "fps": -1}
-"""As vLLM has them."""
+"""vLLM's default of num_frames; fps -1 means that fps sets no limit."""
 
 
 def _check_frames(num_frames: int, fps: float) -> None:
@@ -523,7 +523,7 @@ def _object(name: str, text: str) -> dict[str, Any]:
 
 
 def _mm_limits(text: str) -> dict[str, Any]:
-    """JSON, or image=4,video=1, as older releases of vLLM took it."""
+    """Limits from JSON, or from image=4,video=1 as in older releases of vLLM."""
     if re.fullmatch(r"\w+=\d{1,9}(,\w+=\d{1,9})*", text):
         pairs = (pair.split("=") for pair in text.split(","))
         return {kind: int(count) for kind, count in pairs}

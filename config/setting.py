@@ -9,25 +9,26 @@ from config.errors import ConfigError
 T = TypeVar("T")
 _KEY = "setting"
 MAX_DIGITS = 18
-"""Digits of a whole number: larger numbers do not fit 64 bits."""
+"""Maximum digits of a whole number. Larger numbers do not fit 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How users set one field. The type and the default are those of the field."""
+    """How users set a config field. Type and default are the type and default of the field."""
 
     help: str
     group: str = ""
     """Title in the help; empty: the group of the dataclass (config/loading/flags.py)."""
     name: str = ""
-    """The flag without its dashes; empty: the name of the field."""
+    """Flag name without dashes; empty: the field's name."""
     aliases: tuple[str, ...] = ()
     switches: Mapping[str, tuple[object, object]] = field(default_factory=dict)
-    """Flags that take no value: what they set, and what their `no-` form sets."""
+    """Flags without a value -> the value that they set, and the value that their `no-` form
+    sets."""
     variables: tuple[str, ...] = ()
     """Environment variables that are read if GAUDISERVE_<NAME> is not set."""
     switch_variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that mean one of `switches`; they win over `variables`."""
+    """Environment variables that set a switch in `switches`; they win over `variables`."""
     choices: tuple[str, ...] = ()
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Other words for a choice, or for a switch's true and false."""
@@ -61,7 +62,7 @@ def is_count(word: str) -> bool:
 
 
 def check_settings(config: object) -> None:
-    """Raise ConfigError for a field that is not one of its choices or is out of its range."""
+    """Raise ConfigError for a field whose value is not among its choices or is out of its range."""
     for name, facts in settings_of(config).items():
         value = getattr(config, name)
         if value is None:

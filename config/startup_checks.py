@@ -40,7 +40,7 @@ length on the host, which takes hours for 8192 tokens."""
 
 
 def check_device(device: str) -> None:
-    """Raise ConfigError for a device that this machine cannot have."""
+    """Raise ConfigError for a device that is not available on this machine."""
     if not is_installed("torch"):
         raise ConfigError(f"torch is not installed here; on a CPU: {install_command('cpu')}")
     if device == "hpu" and not is_installed("habana_frameworks"):
@@ -79,7 +79,7 @@ def check_checkpoint(config: EngineConfig, folder: str) -> None:
 def check_model_config(
     config: EngineConfig, folder: str
 ) -> tuple[ModelConfig, PoolerConfig | None]:
-    """The same without its weights, which need not be there yet."""
+    """Like check_checkpoint, but without the weights, which may not be downloaded yet."""
     facts = read_model_config(folder)
     pooler = choose_pooler(config, facts)
     is_built_in = pooler is not None or is_native(facts, config.model_impl)
@@ -90,7 +90,8 @@ def check_model_config(
             "its code is in the checkpoint (auto_map in config.json), and such code is never run"
         )
     if facts.encoder is None and (is_built_in or not is_known):
-        # For the name alone: it may say 10^9 layers, which the weights will show to be wrong.
+        # Check only the architecture's name: num_layers may be 10^9, which the weights will
+        # disprove.
         decoder_spec(
             replace(facts, num_layers=0, layer_types=(), rope_layers=()), has_head=pooler is None
         )
@@ -125,8 +126,8 @@ def check_model_config(
 
 
 def chosen_quantization(requested: str | None, facts: ModelConfig) -> str | None:
-    """The value of --quantization, or, if it is left out, that of the checkpoint. ConfigError where
-    they contradict each other."""
+    """The value of --quantization; without the flag, the checkpoint's method. Raises ConfigError if
+    the flag contradicts the checkpoint."""
     own = None if facts.quantization is None else facts.quantization.method
     if requested is None or requested == own:
         return own
@@ -175,7 +176,8 @@ def _check_compressor(config: EngineConfig, facts: ModelConfig, *, is_built_in: 
 
 
 def _check_ranks(config: EngineConfig, facts: ModelConfig, *, is_pooling: bool) -> None:
-    """The worker checks the models that are not built in, whose layers are not known here."""
+    """Raise ConfigError if the ranks cannot divide the model. The worker checks models that are not
+    built in, whose layers are not known here."""
     parallel, num_engines = config.parallel, config.num_coupled_engines
     if num_engines > 1 and is_pooling:
         raise ConfigError(
@@ -195,8 +197,9 @@ def _check_ranks(config: EngineConfig, facts: ModelConfig, *, is_pooling: bool) 
 
 
 def _is_in_transformers(facts: ModelConfig) -> bool:
-    """Whether the installed transformers has a class of that name. The worker checks the rest."""
-    # Not at the top of the file: it takes half a second, for few models. It imports no torch.
+    """Whether the installed transformers has a class for the architecture. The worker checks the
+    rest."""
+    # Imported here because it takes half a second and few models need it. It imports no torch.
     return facts.architecture in dir(importlib.import_module("transformers"))
 
 

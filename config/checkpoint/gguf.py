@@ -28,7 +28,8 @@ from config.progress import Report, unreported
 logger = logging.getLogger(__name__)
 
 _FORMAT = 2
-"""Increased when the result of a conversion changes, so that older copies are not used."""
+"""Version of the conversion. Increase it when the result changes, so that older copies are not
+used."""
 _SAMPLE_BYTES = 2**20
 NO_SAMPLING: Mapping[str, float] = MappingProxyType({})
 
@@ -62,7 +63,7 @@ def converted(
         stack.enter_context(_locked(target.with_name(f"{target.name}.lock")))
         if not target.is_dir():
             partial = target.with_name(f"{target.name}.partial")
-            # Left by a process that was killed: only the owner of the lock writes.
+            # Leftovers of a killed process. Only the owner of the lock writes here.
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             try:
@@ -113,7 +114,7 @@ def _convert(
     file = open_gguf(source)
     config = model_config(file, dtype)
     generation = {**generation_config(file), **sampling}
-    # Before gigabytes are written that no worker can load.
+    # Check before gigabytes are written that no worker can load.
     _, entries = read_entries(file, config, generation, dtype)
     _check_room(folder, file, entries, keep_blocks)
     for name, content in (tokenizer_files(file) or {}).items():
@@ -131,12 +132,12 @@ def _convert(
 def read_entries(
     file: GgufFile, config: Json, generation: Json, dtype: str
 ) -> tuple[ModelConfig, list[Entry]]:
-    """The facts in `config` and `generation`, which were made from `file`, and the tensors of the
-    checkpoint. ConfigError for a model that is not supported, and for sizes that differ from those
-    of the tensors."""
+    """Facts from `config` and `generation`, which were made from `file`, and the tensors of the
+    checkpoint. Raises ConfigError for an unsupported model, and for sizes that differ from the
+    tensors."""
     fields, defaults = Fields(config, file.path), Fields(generation, file.path)
     facts = model_config_of(str(file.path), fields, defaults)
-    # Before a weight map of 10^9 layers is built.
+    # Check before a weight map of 10^9 layers is built.
     check_num_layers(facts, num_blocks(file), file.path)
     weight_map = weight_map_of(facts)
     assert weight_map is not None, "the table of architectures has built-in models only"

@@ -1,5 +1,5 @@
-"""config.json and generation_config.json from a GGUF file's metadata, and from its rope factors,
-which are tensors."""
+"""Makes config.json and generation_config.json from a GGUF file's metadata and from its rope
+factors, which are tensors."""
 
 import math
 from typing import Any
@@ -14,14 +14,14 @@ from config.model.json_fields import shown
 from config.model.sentence_transformers import CLS, LAST, MEAN
 
 MAX_FACTORS = 2**16
-"""Maximum number of rope factors: one per frequency, half the width of a head."""
+"""Maximum number of rope factors. A rope has a factor per frequency: half the head size."""
 
-# End-of-turn tokens, which not every file lists as end tokens.
+# End-of-turn tokens, which some files do not list as end tokens.
 _END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>"),
     *("<|return|>", "<|call|>"),
 )
-# In the GLM families a turn ends where the next role begins.
+# A turn ends where the next role begins in the GLM families.
 _ROLES = dict.fromkeys(("chatglm", "glm4", "glm4moe"), ("<|user|>", "<|observation|>"))
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -29,7 +29,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     """The config.json of `file`, whose weights are stored as `dtype`.
 
-    ConfigError for an architecture that is not in FAMILIES or a missing field.
+    Raises ConfigError for an architecture that is not in FAMILIES or a missing field.
     """
     if file.value("general.type", str) == "adapter":
         raise ConfigError(
@@ -68,7 +68,7 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
         config["attention_bias"] = True
     if has(file, "ffn_gate.bias"):
         config["mlp_bias"] = True
-    # llama.cpp rotates whole heads by default, some families a part.
+    # llama.cpp rotates whole heads by default; some families rotate a part.
     partial = min(rope_dims or head_dim, head_dim) / head_dim
     if partial != _default(family.name, "partial_rotary_factor", 1.0):
         config["partial_rotary_factor"] = partial
@@ -87,8 +87,8 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
 
 
 def _kv_heads(file: GgufFile, heads: int) -> int:
-    """Key heads of a layer with attention. A file whose layers differ has a list, with 0 for each
-    layer without attention."""
+    """Number of KV heads of a layer with attention. A file whose layers differ has a list, with 0
+    for each layer without attention."""
     counts = layer_kv_heads(file)
     if not counts:
         return file.count("attention.head_count_kv", heads)
@@ -107,8 +107,8 @@ def _default(architecture: str, field: str, usual: float) -> Any:
 
 
 def _windows(file: GgufFile) -> dict[str, Any]:
-    """The layers with a window, where the file names them: by a number n, if each n-th layer has no
-    window, or by a list with true for each layer with a window."""
+    """Layers with a window, if the file names them: a number n if every n-th layer has no window,
+    or a list with true for each layer with a window."""
     found = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern")
     if not isinstance(found, list):
         step = file.get("attention.sliding_window_pattern", int)
@@ -118,7 +118,7 @@ def _windows(file: GgufFile) -> dict[str, Any]:
 
 
 def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of experts, under the names that the family has for them."""
+    """Fields of the experts, under the family's field names."""
     family = ARCHITECTURES.get(config["architectures"][0])
     names = None if family is None else family.moe
     if names is None:
@@ -165,7 +165,7 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
     kinds = file.values("tokenizer.ggml.token_type", int) or []
     turns = {*_END_OF_TURN, *_ROLES.get(file.architecture, ())}
     if "<|return|>" in tokens:
-        # The format harmony, where this token ends a message, and not the turn.
+        # Harmony format: <|end|> ends a message, not the turn.
         turns -= {"<|end|>"}
     ends += [
         number
@@ -177,15 +177,16 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _head_dim(file: GgufFile, hidden: int, heads: int, rope_dims: int | None) -> int:
-    # Files of this architecture may have another size, and rotate all dimensions of a head.
+    # Files of the architecture llama may have another head size, and rotate all dimensions of a
+    # head.
     if rope_dims is not None and file.architecture == "llama":
         return rope_dims
     return hidden // heads
 
 
 def pooling_files(file: GgufFile) -> dict[str, Any]:
-    """Path -> content of the files of sentence-transformers; none without a kind of pooling that
-    gives a vector. The vectors have a length of 1, as in llama.cpp."""
+    """Path -> content of the files of sentence-transformers; empty unless the file's pooling type
+    gives a vector. Vectors are normalized to length 1, as in llama.cpp."""
     mode = {1: MEAN, 2: CLS, 3: LAST}.get(file.get("pooling_type", int) or 0)
     if mode is None:
         return {}
@@ -273,7 +274,7 @@ def _factors(file: GgufFile, name: str) -> list[float]:
             f"most {MAX_FACTORS} numbers"
         )
     values: list[float] = np.asarray(tensor.data, dtype=np.float32).tolist()
-    # NaN is neither.
+    # NaN fails both comparisons.
     if not all(0 < value < math.inf for value in values):
         raise ConfigError(f"{name} in {file.path} must hold finite numbers above 0 only")
     return values

@@ -1,5 +1,5 @@
-"""The table of the architectures of GGUF files: their Hugging Face names, and the fields of
-config.json that a file does not have, or has in another form."""
+"""Table of GGUF architectures: their Hugging Face names, and the config.json fields that GGUF files
+lack or store in another form."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -21,18 +21,18 @@ class GgufFamily(NamedTuple):
     """An architecture of GGUF files."""
 
     name: str
-    """In the field `architectures`."""
+    """Architecture in the field `architectures` of config.json."""
     model_type: str = ""
-    """Empty: as the file calls the architecture."""
+    """model_type of config.json; empty: the GGUF architecture's name."""
     others: tuple[str, ...] = ()
-    """Hugging Face names that `derive` gives some files."""
+    """Hugging Face names that `derive` sets for some files."""
     eps: str = EPS
-    """The field of the norms' epsilon."""
+    """Field of the epsilon of norms."""
     optional: Mapping[str, str] = {}
-    """Further keys of the metadata, and the fields that they become."""
+    """Optional metadata keys -> fields of config.json."""
     derive: Callable[[GgufFile, Json], Json] = _nothing
-    """Fields that follow from others, which they replace. `config`: the fields that all
-    architectures have in common."""
+    """Computes fields that replace other fields. `config`: the fields that all architectures have
+    in common."""
 
 
 def has(file: GgufFile, part: str) -> bool:
@@ -41,8 +41,8 @@ def has(file: GgufFile, part: str) -> bool:
 
 
 def layer_kv_heads(file: GgufFile) -> list[int]:
-    """Key heads of each layer, 0 for a layer without attention; empty if the file has one number
-    for all layers."""
+    """Number of KV heads of each layer, 0 for a layer without attention; empty if the file has a
+    single number for all layers."""
     key = f"{file.architecture}.attention.head_count_kv"
     if not isinstance(file.metadata.get(key), list):
         return []
@@ -50,7 +50,7 @@ def layer_kv_heads(file: GgufFile) -> list[int]:
 
 
 _BLOCKS_TO_TRY = 4
-"""The first layers may differ from the others."""
+"""Number of leading layers that `has` searches: the first layers may differ from the others."""
 
 
 def _llama(file: GgufFile, config: Json) -> Json:
@@ -89,8 +89,8 @@ def _gemma3(file: GgufFile, config: Json) -> Json:
 
 
 def _query_scalar(config: Json, layers_of_27b: int) -> Json:
-    """Files do not have query_pre_attn_scalar: it is the size of a head, but in the models of 27
-    billion weights, which llama.cpp knows by their number of layers."""
+    """query_pre_attn_scalar, which files lack. It is the head size, except in the models with 27
+    billion weights, which llama.cpp recognizes by their number of layers."""
     size = config["head_dim"]
     if config["num_hidden_layers"] == layers_of_27b:
         size = config["hidden_size"] // config["num_attention_heads"]
@@ -105,7 +105,7 @@ def _soft_caps(file: GgufFile) -> Json:
 
 
 def _qwen_moe(file: GgufFile, config: Json) -> Json:
-    # llama.cpp has this as a fact of the architecture.
+    # A constant of the architecture in llama.cpp.
     return {"norm_topk_prob": file.architecture != "qwen2moe", "decoder_sparse_step": 1}
 
 
@@ -123,7 +123,7 @@ def _qwen3_next(file: GgufFile, config: Json) -> Json:
 
 
 def _deepseek2(file: GgufFile, config: Json) -> Json:
-    # In newer files attention.key_length is the size of the latent.
+    # attention.key_length is the size of the latent in newer files.
     key = file.get("attention.key_length_mla", int) or file.count("attention.key_length")
     value = file.get("attention.value_length_mla", int) or file.count("attention.value_length")
     rotated = file.count("rope.dimension_count")
@@ -158,7 +158,7 @@ def _deepseek2(file: GgufFile, config: Json) -> Json:
     scaling = config.get("rope_scaling")
     factor = file.get("rope.scaling.yarn_log_multiplier", float)
     if scaling is not None and factor is not None:
-        # Published models have the same number in both.
+        # Published models have the same number in both fields.
         mscale = round(10 * factor, 6)
         found["rope_scaling"] = {**scaling, "mscale": mscale, "mscale_all_dim": mscale}
     return found
@@ -182,7 +182,7 @@ def _glm4_moe(file: GgufFile, config: Json) -> Json:
         "use_qk_norm": has(file, "attn_q_norm.weight"),
         "attention_bias": has(file, "attn_q.bias"),
         "norm_topk_prob": file.get("expert_weights_norm", bool) is not False,
-        # With every layer for multi-token prediction.
+        # The file's number of layers includes the layers for multi-token prediction.
         "num_nextn_predict_layers": file.get("nextn_predict_layers", int) or 0,
         "num_hidden_layers": config["num_hidden_layers"]
         - (file.get("nextn_predict_layers", int) or 0),
@@ -247,7 +247,7 @@ def _falcon(file: GgufFile, config: Json) -> Json:
 
 
 def _smollm3(file: GgufFile, config: Json) -> Json:
-    # llama.cpp has this as a fact of the architecture.
+    # A constant of the architecture in llama.cpp.
     return {"no_rope_layer_interval": 4, "use_sliding_window": False}
 
 
@@ -307,7 +307,7 @@ def _granite_hybrid(file: GgufFile, config: Json) -> Json:
 
 
 def _llama4(file: GgufFile, config: Json) -> Json:
-    # llama.cpp has these as facts of the architecture; Maverick has 128 experts.
+    # Constants of the architecture in llama.cpp; Maverick has 128 experts.
     return {
         "intermediate_size_mlp": config["intermediate_size"],
         "attention_chunk_size": 8192,
@@ -340,7 +340,8 @@ def _phimoe(file: GgufFile, config: Json) -> Json:
 
 
 def _baichuan(file: GgufFile, config: Json) -> Json:
-    """The model of 13 billion weights, which llama.cpp knows by its number of layers, has ALiBi."""
+    """The model with 13 billion weights, which llama.cpp recognizes by its number of layers, uses
+    ALiBi."""
     if config["num_hidden_layers"] != _LAYERS_OF_BAICHUAN_13B:
         return {}
     return {"max_position_embeddings": None, "model_max_length": config["max_position_embeddings"]}
@@ -350,7 +351,7 @@ _LAYERS_OF_BAICHUAN_13B = 40
 
 
 def _bert(file: GgufFile, config: Json) -> Json:
-    """A file without types of tokens is a DistilBERT."""
+    """A file without token types is a DistilBERT."""
     found: dict[str, Any] = {"hidden_act": "gelu", "is_decoder": False}
     if "token_types.weight" in file.tensors:
         return {**found, "type_vocab_size": file.tensors["token_types.weight"].shape[-1]}
@@ -438,7 +439,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
         "BertModel", others=("DistilBertModel",), eps="layer_norm_eps", derive=_bert
     ),
 }
-"""By the names that files have in general.architecture."""
+"""general.architecture of a file -> family."""
 
 
 def architecture_of(facts: ModelConfig) -> str:

@@ -16,8 +16,8 @@ from config.model.json_fields import MAX_COUNT, shown
 
 MAX_METADATA_BYTES = 128 * 2**20
 MAX_ELEMENTS = 2**21
-"""Elements of all arrays in one file. A vocabulary of 262,144 tokens has 1.3 million: texts, types,
-scores and merges."""
+"""Maximum number of elements of all arrays in a file. A vocabulary of 262,144 tokens has 1.3
+million: texts, types, scores and merges."""
 MAX_KEYS = 2**16
 MAX_TENSORS = 2**17
 MAX_DIMENSIONS = 4
@@ -36,13 +36,13 @@ _NUMBER_TYPES = {
     GGMLQuantizationType.I32: "i4",
     GGMLQuantizationType.I64: "i8",
 }
-"""Unquantized tensor types; all others are blocks of bytes."""
+"""Unquantized tensor types. All other types store blocks of bytes."""
 
 T = TypeVar("T")
 
 
 class GgufTensor(NamedTuple):
-    """One entry of the directory, with a view of its bytes in the mapped file."""
+    """An entry of the tensor directory, with a view of its bytes in the mapped file."""
 
     tensor_type: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -50,12 +50,12 @@ class GgufTensor(NamedTuple):
     n_elements: int
     n_bytes: int
     data: npt.NDArray[Any]
-    """Outermost dimension first; blocks as bytes."""
+    """Values, outermost dimension first; uint8 for block types."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """One file, memory-mapped."""
+    """A memory-mapped GGUF file."""
 
     path: Path
     metadata: dict[str, Any]
@@ -68,8 +68,8 @@ class GgufFile:
         return self.value("general.architecture", str) or ""
 
     def value(self, key: str, kind: type[T]) -> T | None:
-        """The value of `key`; None if absent. ConfigError if it is not a `kind`, or a number that
-        is not finite or above MAX_COUNT."""
+        """The value of `key`; None if absent. Raises ConfigError if it is not a `kind`, or a number
+        that is not finite or above MAX_COUNT."""
         found = self.metadata.get(key)
         if found is None:
             return None
@@ -87,7 +87,8 @@ class GgufFile:
         return found
 
     def values(self, key: str, kind: type[T]) -> list[T] | None:
-        """The array of `key`; None if absent. ConfigError for elements that are not a `kind`."""
+        """The array of `key`; None if absent. Raises ConfigError for elements that are not a
+        `kind`."""
         found = self.value(key, list)
         if found is not None and not all(isinstance(one, kind) for one in found):
             raise ConfigError(
@@ -116,7 +117,8 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read the directory of `path`. ConfigError if it is not a GGUF file, or only a part of one."""
+    """Read the directory of `path`. Raises ConfigError if it is not a GGUF file or is only a part
+    of a GGUF file."""
     try:
         data: npt.NDArray[np.uint8] = np.memmap(path, mode="r", dtype=np.uint8)
     except (ValueError, OSError) as error:
@@ -127,8 +129,8 @@ def open_gguf(path: Path) -> GgufFile:
 def parse_gguf(
     data: npt.NDArray[np.uint8], path: Path, max_metadata_bytes: int = MAX_METADATA_BYTES
 ) -> GgufFile:
-    """Read the directory in `data`, the bytes of a file that errors call `path`. ConfigError as of
-    open_gguf."""
+    """Read the directory in `data`, the bytes of a file that errors call `path`. Raises ConfigError
+    like open_gguf."""
     try:
         file = _Reader(data, path, max_metadata_bytes).read()
     except ValueError as error:
@@ -156,14 +158,14 @@ class _Reader:
             raise ValueError("it does not begin with GGUF")
         version = int(self._number("I"))
         if version & 0xFFFF == 0:
-            # Big-endian file.
+            # The file is big-endian.
             self._order = ">"
             version = int.from_bytes(version.to_bytes(4, "little"), "big")
         if version not in _VERSIONS:
             raise ValueError(f"it is of version {version}, which is none of 2 and 3")
         num_tensors = self._count("tensors", MAX_TENSORS)
         num_keys = self._count("keys", MAX_KEYS)
-        # The minimum size of each: lengths, types and offsets.
+        # Minimum bytes of a key (13) and of a tensor's entry (32): lengths, types and offsets.
         self._check_room("keys", num_keys, 13)
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
@@ -291,6 +293,6 @@ class _Reader:
         if tensor_type in _NUMBER_TYPES:
             data = data.view(f"{self._order}{_NUMBER_TYPES[tensor_type]}").reshape(shape[::-1])
         else:
-            # A tensor of a single dimension is one row.
+            # A tensor with a single dimension is a single row.
             data = data.reshape(*(shape[:0:-1] or (1,)), -1)
         return GgufTensor(tensor_type, shape, n_elements, n_bytes, data)

@@ -35,7 +35,7 @@ DTYPES = {
     "bfloat16": ("BF16", 2),
     "uint8": ("U8", 1),
 }
-"""The name of a dtype in safetensors, and its bytes."""
+"""Dtype in safetensors -> its bytes."""
 PERMUTED = (
     *("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "internlm2", "baichuan"),
 )
@@ -45,29 +45,29 @@ neighbours."""
 _TILED = ("qwen35", "qwen35moe")
 
 # Settings that are stored as tensors, which config/checkpoint/gguf_config.py reads; and the head of
-# an encoder for reranking, which is not part of the encoder.
+# a reranking encoder, which is not part of the encoder.
 _OTHERS = re.compile(
     r"(^|\.)(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight$|^cls[._]"
 )
 _BLOCK = re.compile(r"^blk\.([0-9]{1,9})\.")
-# Indices of what files stack: experts, and norms of heads.
+# Expert or head indices in names whose tensors files stack.
 _EXPERT, _NORM = re.compile(r"\.experts\.[0-9]+\."), re.compile(r"\.norms\.[0-9]+\.")
 _RENAMED = {
     ".e_score_correction_bias": ".e_score_correction.bias",
     ".dt_bias": ".dt_proj.bias",
     ".sinks": ".sinks.weight",
 }
-"""Ends of names that the converter changes before it looks them up."""
+"""Name suffixes that the converter changes before it looks names up."""
 _MXFP4_BYTES = 1 + MXFP4_BLOCK // 2
-"""A scale, and two weights a byte."""
+"""Bytes of an MXFP4 block: a scale byte, and two weights per byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows of a tensor of the file."""
+    """Rows of a tensor in the file."""
 
     name: str
-    """The name of the tensor."""
+    """Name of the tensor in the file."""
     tensor: GgufTensor
     expert: int | None = None
     """Index in a tensor that stacks experts; None: the whole tensor."""
@@ -91,19 +91,19 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A Part.combine: the rows of all sources in another order."""
+    """A Part.combine that permutes the rows of all sources."""
 
     order: npt.NDArray[np.int64]
 
     def __call__(self, *parts: Array) -> Array:
-        """The rows of `parts`, behind each other, in the order."""
+        """The concatenated rows of `parts`, permuted."""
         rows: Array = np.concatenate(parts)[self.order]
         return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Neighbouring bytes of a weight."""
+    """A contiguous run of bytes of a weight."""
 
     sources: tuple[Source, ...]
     combine: Callable[..., Array] | None = None
@@ -112,15 +112,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of the checkpoint."""
+    """A tensor of the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """One of DTYPES; uint8: the sources are not dequantized."""
+    """A key of DTYPES; uint8: the sources are not dequantized."""
     parts: tuple[Part, ...]
     change: Callable[[Array], Array] | None = None
-    """Applied to each number; None: the numbers stay as they are."""
+    """Function applied to each number; None: numbers are unchanged."""
 
     @property
     def num_bytes(self) -> int:
@@ -136,7 +136,7 @@ class Entry:
 
 
 def num_blocks(file: GgufFile) -> int:
-    """Number of layers that tensors of `file` belong to."""
+    """Number of layers that have tensors in `file`."""
     matches = (_BLOCK.match(name) for name in file.tensors)
     return max((int(match[1]) + 1 for match in matches if match), default=0)
 
@@ -145,10 +145,8 @@ def model_entries(
     file: GgufFile, facts: ModelConfig, weight_map: WeightMap, dtype: str
 ) -> list[Entry]:
     """The tensors of the checkpoint that `file` holds: matrices in `dtype`, vectors (norms and
-    biases, a few thousandths of all weights) in float32.
-
-    ConfigError for a tensor that is missing, or that the model does not have.
-    """
+    biases, a few thousandths of all weights) in float32. Raises ConfigError for a tensor that is
+    missing, or that the model does not have."""
     tensors = WeightSources(file, facts, weight_map)
     entries = [tensors.entry(spec, dtype) for spec in weight_map.entries()]
     tensors.check_all_used()
@@ -156,11 +154,11 @@ def model_entries(
 
 
 class MissingTensor(ConfigError):
-    """The file has no tensor that a weight is made of."""
+    """A tensor that a weight is made of is missing in the file."""
 
 
 class WeightSources:
-    """The tensors of a file, found by the weights that are made of them."""
+    """Finds the tensors of a file that make up each weight."""
 
     def __init__(self, file: GgufFile, facts: ModelConfig, weight_map: WeightMap) -> None:
         self._file = file
@@ -171,8 +169,8 @@ class WeightSources:
         self._layer_prefix = weight_map.layer_prefix
 
     def check_all_used(self) -> None:
-        """Raise ConfigError for a tensor that no weight is made of. Layers for multi-token
-        prediction, which are behind the others, are not loaded."""
+        """Raise ConfigError for a tensor that no weight uses. Layers for multi-token prediction,
+        which follow the other layers, are not loaded."""
         for name in self._file.tensors:
             block = _BLOCK.match(name)
             is_mtp = block is not None and int(block[1]) >= self._facts.num_layers
@@ -183,7 +181,7 @@ class WeightSources:
                 )
 
     def entry(self, spec: WeightSpec, dtype: str) -> Entry:
-        """The weight that `spec` describes."""
+        """The entry for the weight that `spec` describes."""
         parts = self.parts(spec)
         if spec.mxfp4:
             return Entry(spec.name, spec.shape, "uint8", parts)
@@ -191,8 +189,8 @@ class WeightSources:
         if all(part.combine is None for part in parts):
             stored = [source.shape for part in parts for source in part.sources]
             shape = (sum(rows for rows, *_ in stored), *stored[0][1:])
-            # Files leave out dimensions of 1, such as the input channel of a convolution, and may
-            # have a vector in rows.
+            # Files omit dimensions of 1, such as the input channel of a convolution, and may store
+            # a vector as rows.
             is_vector = len(spec.shape) == 1 and math.prod(shape) == spec.shape[0]
             if is_vector or _squeezed(shape) == _squeezed(spec.shape):
                 shape = spec.shape
@@ -201,8 +199,8 @@ class WeightSources:
         return Entry(spec.name, shape, "float32" if is_vector else dtype, parts, change)
 
     def parts(self, spec: WeightSpec) -> tuple[Part, ...]:
-        """The parts of the weight, behind each other. Raises ConfigError, for a tensor that the
-        file does not have MissingTensor."""
+        """The parts of the weight in order. Raises MissingTensor for a tensor that the file does
+        not have, and ConfigError for other faults."""
         kind = spec.name.rpartition(".")[2]
         if spec.num_experts is not None:
             return tuple(self._stacked_experts(spec))
@@ -232,7 +230,7 @@ class WeightSources:
         return (Part((replace(source, order=order),)),)
 
     def _stored_name(self, name: str) -> str | None:
-        """The name in the file of the tensor that the checkpoint calls `name`."""
+        """Name in the file of the tensor that the checkpoint calls `name`."""
         for theirs, ours in _RENAMED.items():
             if name.endswith(theirs):
                 name = name.removesuffix(theirs) + ours
@@ -297,7 +295,7 @@ class WeightSources:
                 f"{self._file.path} has {rows} rows in {name}, which {heads} heads of two "
                 "halves do not divide"
             )
-        # Rows of a head alternate between its first and second half.
+        # Stored rows of a head alternate between its first and second half.
         stored = np.arange(rows).reshape(heads, rows // heads // 2, 2)
         halves: npt.NDArray[np.int64] = stored.swapaxes(1, 2).reshape(-1)
         return halves
@@ -364,8 +362,9 @@ class WeightSources:
         return (Part((key, value), combine),)
 
     def _fused_delta(self, spec: WeightSpec, kind: str) -> tuple[Part, ...]:
-        """Queries, keys, values and gates of gated DeltaNet, which the checkpoint has by key head;
-        older files have them so too, newer ones have the gates in a tensor of their own."""
+        """Queries, keys, values and gates of gated DeltaNet, which the checkpoint groups by key
+        head. Older files group them by key head too; newer files store the gates in a separate
+        tensor."""
         layer = self._layer.match(spec.name)
         assert layer is not None
         name = f"blk.{layer[1]}.ssm_in.{kind}"
@@ -380,14 +379,14 @@ class WeightSources:
         return (Part((qkv, gate), Rows(_grouped(spec.row_groups, sizes))),)
 
     def _delta_sizes(self) -> tuple[int, int, int]:
-        """(key heads, value heads for each of them, entries of a value head)."""
+        """(key heads, value heads per key head, size of a value head)."""
         fields = self._facts.fields
         keys, values = (fields.count(f"linear_num_{kind}_heads") for kind in ("key", "value"))
         return keys, values // keys, fields.count("linear_value_head_dim")
 
     def _delta_order(self, name: str, rows: int) -> npt.NDArray[np.int64] | None:
-        """Source.order of gated DeltaNet: files of Qwen3.5 have the first value head of each key
-        head, then the second value head of each."""
+        """Source.order for gated DeltaNet. Files of Qwen3.5 store the first value head of every key
+        head, then the second value head of every key head, and so on."""
         if self._file.architecture not in _TILED or ".linear_attn." not in name:
             return None
         keys, each, size = self._delta_sizes()
@@ -402,11 +401,11 @@ class WeightSources:
                 f"{num_values}"
             )
         tiled = np.arange(rows - num_values, rows).reshape(each, keys, size)
-        # Queries and keys are in front of the values.
+        # Queries and keys come before the values.
         return np.concatenate((np.arange(rows - num_values), tiled.swapaxes(0, 1).reshape(-1)))
 
     def _delta_output(self, spec: WeightSpec) -> tuple[Part, ...]:
-        """The output of gated DeltaNet, whose inputs are the value heads."""
+        """Output projection of gated DeltaNet, whose inputs are the value heads."""
         source = self._source(self._stored_name(spec.name), spec.name)
         if self._file.architecture not in _TILED:
             return (Part((source,)),)
@@ -415,8 +414,8 @@ class WeightSources:
         return (Part((source,), lambda values: values[:, order]),)
 
     def _merged_mlp(self, spec: WeightSpec) -> tuple[Part, ...]:
-        """The MLP for all tokens, whose gate and up the checkpoint merges. In a file it is a shared
-        expert, and in models without experts an MLP."""
+        """The shared MLP, whose gate and up the checkpoint merges. GGUF files store it as a shared
+        expert, or as a plain MLP in models without experts."""
         layer = self._layer.match(spec.name)
         assert layer is not None
         is_down = spec.name.endswith("output_linear.weight")
@@ -432,7 +431,7 @@ class WeightSources:
         return tuple(Part((source,)) for source in sources)
 
     def _stacked_experts(self, spec: WeightSpec) -> Iterator[Part]:
-        """Weights or biases of all experts, which the file has for gate, up and down."""
+        """Weights or biases of all experts. The file stores gate, up and down separately."""
         path, count = spec.name, spec.num_experts
         assert count is not None
         kind = "bias" if path.endswith("_bias") else "weight"
@@ -457,7 +456,8 @@ class WeightSources:
             rows, columns = spec.shape[:0:-1] if spec.transposed else spec.shape[1:]
 
         def joined(parts: tuple[Array, ...]) -> Array:
-            """Gate before up; rows of both in turns where their sizes are not named."""
+            """Gate rows before up rows; gate and up rows interleaved if the spec has no output
+            sizes."""
             if spec.output_sizes:
                 return np.concatenate(parts)
             return np.stack(parts, axis=1).reshape(rows, -1)
@@ -480,7 +480,7 @@ class WeightSources:
 
 
 def _name_map(architecture: str) -> TensorNameMap:
-    """Names of checkpoints to names of files, for one layer: with index 0."""
+    """Map from checkpoint names to file names for a single layer, with index 0."""
     kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
     return get_tensor_name_map(kind, 1)
 
@@ -490,8 +490,8 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _grouped(groups: int, sizes: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """Rows of outputs of `sizes`, one output after the other, in the order of `groups` that have a
-    part of each output."""
+    """Row order that regroups concatenated outputs of `sizes` into `groups` groups, each with a
+    part of every output."""
     ends = np.cumsum(sizes)
     outputs = [
         np.arange(end - size, end).reshape(groups, -1)
@@ -501,7 +501,8 @@ def _grouped(groups: int, sizes: tuple[int, ...]) -> npt.NDArray[np.int64]:
 
 
 def _change(spec: WeightSpec) -> Callable[[Array], Array] | None:
-    """Files hold the weights of norms with their offset, and -exp(A_log)."""
+    """Conversion of stored numbers: files store norm weights with their offset added, and
+    -exp(A_log) in place of A_log."""
     if spec.offset:
         offset = np.float32(spec.offset)
         return lambda values: values - offset
@@ -511,14 +512,14 @@ def _change(spec: WeightSpec) -> Callable[[Array], Array] | None:
 
 
 def _mxfp4(rows: Array) -> Array:
-    """(..., blocks, bytes of a block)."""
+    """`rows` as (..., blocks, bytes of a block)."""
     blocks: Array = rows.reshape(*rows.shape[:-1], -1, _MXFP4_BYTES)
     return blocks
 
 
 def _mxfp4_blocks(rows: Array) -> Array:
-    """The weights in the order of the checkpoint: a byte has the weights 2i and 2i + 1, in the file
-    the weights i and i + 16."""
+    """The weights in checkpoint order. A checkpoint byte has the weights 2i and 2i + 1; a file byte
+    has the weights i and i + 16."""
     packed = _mxfp4(rows)[..., 1:]
     codes = np.concatenate((packed & 0xF, packed >> 4), axis=-1)
     blocks: Array = codes[..., 0::2] | (codes[..., 1::2] << 4)

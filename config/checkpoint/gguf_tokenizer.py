@@ -1,7 +1,7 @@
-"""tokenizer.json and tokenizer_config.json from a GGUF file's metadata.
+"""Makes tokenizer.json and tokenizer_config.json from a GGUF file's metadata.
 
-The converters of transformers are private and differ between 4.51 and 5: another module, other
-rules for `tokenizer.ggml.pre`.
+The converters of transformers are not used: they are private, and 4.51 and 5 have different modules
+and rules for `tokenizer.ggml.pre`.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from config.model.json_fields import shown
 
 MAX_SPLITS = 2**23
 MAX_TOKEN_CHARACTERS = 1024
-"""Limits if merges are computed by splitting each token at every character. A vocabulary of 262,144
-tokens has 2 million splits."""
+"""Limit on a token's length if merges are computed by splitting each token at every character. A
+vocabulary of 262,144 tokens has 2 million splits."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
 
-# How text is split before merging, as published by each family. The merges of a vocabulary were
+# Rules that split text before merging, as published by each family. The merges of a vocabulary were
 # learned on exactly these pieces.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -62,7 +62,7 @@ _SEQUENCES: Mapping[str, tuple[str, ...]] = {
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
     "deepseek-llm": (
         r"[\r\n]",
-        # Letters of the scripts that have small and capital letters.
+        # Letters of scripts with upper and lower case.
         r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
         "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
         r"\s+$",
@@ -70,20 +70,17 @@ _SEQUENCES: Mapping[str, tuple[str, ...]] = {
         r"\p{N}",
     ),
 }
-"""Rules of several patterns, which split the pieces of the pattern before them."""
+"""Rules with several patterns. Each pattern splits the pieces of the pattern before it."""
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _GPT2 = ("gpt-2", "gpt2", "default", "olmo", "mpt", "jais", "phi-2", "roberta-bpe")
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
-"""Rules with ignore_merges: a piece that is in the vocabulary is a token. Texts begin with bos,
-unless the file says otherwise."""
+"""Rules with ignore_merges: a piece that is in the vocabulary is a token. Texts begin with bos
+unless the file disables it."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, dict[str, Any]] | None:
-    """File name -> content; None if the file has no vocabulary.
-
-    ConfigError for an unknown kind of tokenizer or rule to split text: a guess would give tokens
-    that the model has never seen.
-    """
+    """File name -> content; None if the file has no vocabulary. Raises ConfigError for an unknown
+    kind of tokenizer or split rule: a guess would give tokens that the model was not trained on."""
     kind = file.value("tokenizer.ggml.model", str)
     if kind is None or "tokenizer.ggml.tokens" not in file.metadata:
         return None
@@ -121,7 +118,7 @@ def _byte_level(file: GgufFile) -> dict[str, Any]:
     letters = set(alphabet)
 
     def spelled(token: str, kind: int) -> str:
-        # Added tokens are matched literally; all others must be written in the byte alphabet.
+        # Added tokens are matched literally; all other tokens must be written in the byte alphabet.
         if kind != _NORMAL or letters.issuperset(token):
             return token
         return "".join(alphabet[byte] for byte in token.encode())
@@ -224,7 +221,7 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
 
 
 def _wordpiece(file: GgufFile) -> dict[str, Any]:
-    """The vocabulary of BERT: files write the beginning of a word with a space, and its
+    """WordPiece tokenizer of BERT. Files mark the beginning of a word with a space, and write
     continuations without ##."""
     tokens = _tokens(file)
     vocab: dict[str, int] = {}
@@ -232,7 +229,8 @@ def _wordpiece(file: GgufFile) -> dict[str, Any]:
         is_text = kind == _NORMAL
         text = token.removeprefix(_SPACE)
         vocab[f"##{text}" if is_text and text == token else text] = number
-    # Files do not say it: a vocabulary without capital letters is of texts in lower case.
+    # Files do not tell whether text is lowercased: a vocabulary without capital letters is taken as
+    # lowercased.
     is_cased = any(token != token.lower() for token, kind in tokens if kind == _NORMAL)
     return {
         "added_tokens": _added_tokens(tokens, (_CONTROL, _UNKNOWN)),
@@ -309,7 +307,7 @@ def _named(file: GgufFile) -> dict[str, tuple[str, int]]:
         "eos": "eos",
         "unknown": "unk",
         "padding": "pad",
-        # llama.cpp spells it so.
+        # llama.cpp's spelling.
         "seperator": "sep",
         "cls": "cls",
         "mask": "mask",
@@ -324,7 +322,7 @@ def _named(file: GgufFile) -> dict[str, tuple[str, int]]:
 
 
 def _adds(file: GgufFile, name: str) -> bool:
-    """Whether texts get the token bos or eos."""
+    """Whether bos or eos is added to texts."""
     adds = file.value(f"tokenizer.ggml.add_{name}_token", bool)
     if adds is not None:
         return adds
@@ -333,7 +331,7 @@ def _adds(file: GgufFile, name: str) -> bool:
 
 
 def _post_processor(file: GgufFile) -> dict[str, Any] | None:
-    """Adds bos and eos as the file says; for BERT they are cls and sep."""
+    """Post-processor that adds bos and eos as the file says; cls and sep for BERT."""
     named = _named(file)
     is_bert = file.value("tokenizer.ggml.model", str) == "bert"
     first = named.get("cls", named.get("bos")) if is_bert else named.get("bos")
@@ -353,7 +351,7 @@ def _post_processor(file: GgufFile) -> dict[str, Any] | None:
     return {
         "type": "TemplateProcessing",
         "single": around("A", 0),
-        # BERT has cls only at the beginning.
+        # BERT adds cls only at the beginning.
         "pair": [*around("A", 0), *(around("B", 1)[1:] if is_bert else around("B", 1))],
         "special_tokens": {
             token: {"id": token, "ids": [number], "tokens": [token]}

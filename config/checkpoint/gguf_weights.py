@@ -1,4 +1,4 @@
-"""Conversion of the weights of a GGUF file to a safetensors file, as a stream."""
+"""Streams the weights of a GGUF file into a safetensors file."""
 
 import json
 import math
@@ -23,7 +23,7 @@ BLOCK_TYPES = (
     GGMLQuantizationType.Q4_1,
     GGMLQuantizationType.Q8_0,
 )
-"""Types with kernels here: blocks of 32 inputs with a scale, and in Q4_1 a minimum."""
+"""Quantization types with kernels here: blocks of 32 inputs with a scale, and in Q4_1 a minimum."""
 Stored = list[tuple[str, str, tuple[int, ...], int]]
 """Name, dtype, shape and bytes of each tensor of a safetensors file."""
 _PIECE_BYTES = 64 * 2**20
@@ -43,7 +43,7 @@ def write_safetensors(
     report: Report = unreported,
 ) -> None:
     """Write `entries`, which are made of the tensors of `file`, to `target`. Synced to disk on
-    return. ConfigError for a tensor of an unsupported type."""
+    return. Raises ConfigError for a tensor of an unsupported type."""
     # Wider dtypes first, so that every tensor is aligned to its width.
     entries = sorted(entries, key=lambda entry: -DTYPES[entry.dtype][1])
     total, words = sum(entry.num_bytes for entry in entries), f"Converting {file.path.name}"
@@ -62,7 +62,7 @@ def _write(
     pieces: Iterable[npt.NDArray[Any]],
     written: Callable[[int], object],
 ) -> None:
-    """Write the file `target` as of write_stream. Synced to disk on return."""
+    """Write the file `target` with write_stream. Synced to disk on return."""
     with target.open("wb") as out:
         write_stream(out, tensors, pieces, written)
         out.flush()
@@ -92,7 +92,7 @@ def write_stream(
 
 
 def _pieces(file: GgufFile, entry: Entry) -> Iterator[npt.NDArray[Any]]:
-    """The bytes of a tensor of the checkpoint, a number of rows at a time."""
+    """Bytes of a tensor of the checkpoint, several rows at a time."""
     for part in entry.parts:
         if entry.dtype == "uint8":
             assert part.combine is not None
@@ -108,13 +108,13 @@ def _pieces(file: GgufFile, entry: Entry) -> Iterator[npt.NDArray[Any]]:
 
 
 def _numbers(file: GgufFile, entry: Entry, source: Source) -> Iterator[npt.NDArray[np.float32]]:
-    """The rows of `source`, a number of them at a time."""
+    """Dequantized rows of `source`, several rows at a time."""
     data, kind = source.rows(), source.tensor.tensor_type
     row_bytes = 4 * math.prod(source.shape[1:])
     step = max(1, _PIECE_BYTES // row_bytes)
     for start in range(0, len(data), step):
         try:
-            # A damaged scale is found below.
+            # A damaged scale may overflow; _check_finite finds it.
             with np.errstate(over="ignore", invalid="ignore"):
                 values = dequantize(data[start : start + step], kind)
         except NotImplementedError as error:
@@ -127,8 +127,9 @@ def _numbers(file: GgufFile, entry: Entry, source: Source) -> Iterator[npt.NDArr
 
 
 def _check_finite(numbers: npt.NDArray[np.float32], where: str) -> None:
-    """Raise ConfigError for what a damaged scale gives. `where`: names the tensor and its file."""
-    # The sum is a pass without a copy, and is finite for any weights of a model.
+    """Raise ConfigError for numbers that are not finite, which a damaged scale gives. `where`:
+    names the tensor and its file."""
+    # The sum needs no copy, and is finite for any real weights.
     with np.errstate(over="ignore", invalid="ignore"):
         is_finite = np.isfinite(numbers.sum(dtype=np.float64))
     if is_finite:
@@ -170,7 +171,7 @@ def _block_shape(source: Source) -> tuple[int, int]:
 
 
 def _as_stored(values: npt.NDArray[np.float32], entry: Entry) -> npt.NDArray[Any]:
-    """The numbers with the change of `entry`, in its dtype, in the order of their bytes."""
+    """The numbers after the conversion of `entry`, in its dtype and byte order."""
     if entry.change is not None:
         values = entry.change(values)
     values = np.ascontiguousarray(values, dtype=np.float32)

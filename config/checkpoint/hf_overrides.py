@@ -31,8 +31,8 @@ def parse_overrides(text: str) -> Json:
 
 
 def merged(config: Json, overrides: Mapping[str, Any]) -> Json:
-    """`config` with the fields of `overrides`. The fields of a part with a config of its own
-    (text_config, vision_config) are merged; every other object is replaced, as in vLLM."""
+    """`config` with the fields of `overrides`. Nested configs (text_config, vision_config) are
+    merged; every other object is replaced, as in vLLM."""
     result = dict(config)
     for name, value in overrides.items():
         own = result.get(name)
@@ -45,8 +45,8 @@ def merged(config: Json, overrides: Mapping[str, Any]) -> Json:
 
 def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
     """A folder in the cache with links to the files of `folder` and the merged config.json, which
-    all processes and transformers read; `folder` itself without overrides in `text`. Raises
-    ConfigError. No folder remains of a merged config.json that cannot be read."""
+    all processes and transformers read; `folder` itself if `text` has no overrides. Raises
+    ConfigError. A folder whose merged config.json cannot be read is removed."""
     overrides = parse_overrides(text)
     if not overrides:
         return folder
@@ -74,7 +74,7 @@ def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
             for name in names:
                 (fresh / name).symlink_to(source / name)
             _check(fresh, source)
-            # Another process may have been first; either folder is good.
+            # Another process may have created the folder first; both folders are equal.
             if not target.is_dir():
                 fresh.rename(target)
     return str(target)

@@ -1,5 +1,5 @@
-"""Download of a model from the Hugging Face hub: what its configuration refuses is refused before
-its weights are downloaded, and each failure says what to do about it."""
+"""Downloads a model from the Hugging Face hub. The configuration is checked before the weights are
+downloaded, and each error says what to do about it."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ _FACTS = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
 _WEIGHTS = ("*.safetensors",)
 _EXCLUDED = ("original/*", "onnx/*", "consolidated*")
 
-# With the errors of its HTTP client, which is another one from release to release.
+# Includes the errors of the hub library's HTTP client, which differs between its releases.
 _ERRORS: tuple[type[Exception], ...] = (
     *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
     HFValidationError,
@@ -44,12 +44,12 @@ _DISK_ERRORS = frozenset(
         *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.EIO),
     )
 )
-"""What a folder that is full, read-only or no folder answers."""
+"""Errors of a folder that is full, read-only or not a folder."""
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` is a name of the hub (org/name). Names that look like a path or a GGUF file
-    are not: a mistyped path must not become a question to the hub."""
+    """Whether `model` is a name on the hub (org/name). Names that look like a path or a GGUF file
+    do not count: a mistyped path must not be sent to the hub."""
     return _ID.fullmatch(model) is not None and not model.lower().endswith(".gguf")
 
 
@@ -63,13 +63,11 @@ def download_model(
     progress: bool = True,
     report: Report = unreported,
 ) -> Path:
-    """The local folder of a model of the hub, below `folder` (None: the hub's own cache).
-
-    `check` is called with the folder before the weights are downloaded, when it has all other
-    files; it raises ConfigError for a model that cannot be served. ConfigError also if the hub does
-    not give the model, or its weights are in no safetensors file. Without `has_weights` none are
-    downloaded.
-    """
+    """The local folder of a model of the hub, below `folder` (None: the hub's own cache). `check`
+    is called with the folder before the weights are downloaded, when all other files are there; it
+    raises ConfigError for a model that cannot be served. Raises ConfigError also if the hub does
+    not provide the model, or no safetensors file has its weights. Without `has_weights` no weights
+    are downloaded."""
     report("fetch", 0, 0)
     path = download_files(model, revision, folder, _FACTS, report, progress)
     if (path / "config.json").is_file():
@@ -96,9 +94,9 @@ def download_files(
     report: Report = unreported,
     progress: bool = True,
 ) -> Path:
-    """The local folder with those files of a model that match `patterns`. Without a network, files
-    of an earlier download are used. `progress` shows bars on a terminal, and lines elsewhere.
-    ConfigError if the hub does not give the files."""
+    """The local folder with the files of a model that match `patterns`. Without a network, files of
+    an earlier download are used. `progress` shows bars on a terminal, and log lines elsewhere.
+    Raises ConfigError if the hub does not provide the files."""
     try:
         return Path(
             snapshot_download(
@@ -115,11 +113,11 @@ def download_files(
 
 
 def _reason(error: Exception, model: str, revision: str | None, folder: str | None) -> str:
-    """What a failed download means for the user."""
+    """The message for the user about a failed download."""
     hub = constants.ENDPOINT
     if isinstance(error, HFValidationError):
         return f"{model!r} is no name of a model on {hub}: {error}"
-    # The library wraps the failure of a request when the cache cannot replace the answer.
+    # The library wraps request errors if the cache cannot replace the response.
     cause = error.__cause__ or error if isinstance(error, LocalEntryNotFoundError) else error
     if isinstance(cause, OSError) and cause.errno in _DISK_ERRORS:
         return (
@@ -131,7 +129,7 @@ def _reason(error: Exception, model: str, revision: str | None, folder: str | No
             f"{model!r} is no local folder and was not downloaded before, and HF_HUB_OFFLINE "
             "forbids to download it"
         )
-    # Until 1.0 an entry that is not in the cache is an HTTP error, without a response.
+    # Before version 1.0, an entry that is not in the cache raises an HTTP error without a response.
     if not isinstance(cause, HfHubHTTPError) or cause.response is None:
         return (
             f"{model!r} is no local folder and could not be downloaded from {hub} "
@@ -161,11 +159,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def _reporting(report: Report, model: str, progress: bool) -> type[HubBar]:
-    """The hub's own bars, which report what is counted in bytes, or lines where there is no
-    terminal.
+    """A progress bar class for the hub library that reports byte counts, and logs lines where
+    stderr is no terminal.
 
-    There are two of those (received, written), of which either may stand still; older versions of
-    the library have none here, but count files.
+    The library makes two byte bars (received, written), and either may stand still; older versions
+    make no byte bars here and only count files.
     """
     done = total = 0
     is_terminal = sys.stderr.isatty()

@@ -21,14 +21,13 @@ HIDDEN_ACTS: Mapping[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""Values of hidden_act, and the function that each stands for."""
+"""Values of hidden_act -> the name of the activation function."""
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Values of rope_type."""
 
 
 def check_operations(facts: ModelConfig) -> None:
-    """Raise ConfigError for an activation or a rope type that the models that are built in do not
-    have."""
+    """Raise ConfigError for an activation or a rope type that built-in models do not support."""
     ropes = [facts.rope] if facts.local_rope is None else [facts.rope, facts.local_rope]
     scalings = [rope.scaling for rope in ropes]
     kinds = ["default" if scaling is None else scaling.kind for scaling in scalings]

@@ -1,4 +1,4 @@
-"""From the name of a model (folder, GGUF file, Hugging Face id, demo) to a local folder."""
+"""Resolves a model's name (folder, GGUF file, Hugging Face id, demo) to a local folder."""
 
 import os
 from collections.abc import Callable
@@ -34,11 +34,11 @@ def resolve(
     `model` is the demo model's name, a folder, a `.gguf` file (converted once into `cache_dir`, its
     matrices rounded to `dtype`; float32 is exact) or a hub id, downloaded at `revision` into
     `download_dir` after `check` of its other files (config/checkpoint/hub.py). With `keep_blocks`
-    the folder of a GGUF file also has its quantized weights. `dtype` auto means bfloat16.
-    Without `has_weights` a folder may have no *.safetensors, and none are downloaded.
-    With `hf_overrides`, a JSON object, its config.json has the fields of the object.
-    `progress` shows bars on a terminal, and lines elsewhere; `report` is called with the same
-    progress. ConfigError says what is missing or wrong.
+    the folder of a GGUF file also has its quantized weights. `dtype` auto means bfloat16. Without
+    `has_weights` a folder may have no *.safetensors, and none are downloaded. With `hf_overrides`,
+    a JSON object, its config.json has the fields of the object. `progress` shows bars on a
+    terminal, and lines elsewhere; `report` is called with the same progress. Raises ConfigError,
+    which says what is missing or wrong.
     """
     parse_overrides(hf_overrides)
     folder = _folder(
@@ -69,7 +69,7 @@ def _folder(
     report: Report,
     check: Callable[[str], object],
 ) -> str:
-    """The folder of `model` with its own config.json. `resolve` explains the arguments."""
+    """The folder of `model` with its original config.json. `resolve` explains the arguments."""
     sampling = NO_SAMPLING
     if model in NAMES:
         model, sampling = fetch_demo(cache_dir, progress, report), SAMPLING
@@ -107,7 +107,7 @@ def _folder(
 
 
 def no_such_model(model: str) -> ConfigError:
-    """The error for a name that is neither here nor a name of the hub."""
+    """The error for a name that is neither a local path nor a hub id."""
     if model.startswith((".", "/", "~")) or model.lower().endswith(".gguf"):
         return ConfigError(f"no such file or folder: {model}")
     return ConfigError(

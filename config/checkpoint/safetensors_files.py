@@ -24,7 +24,8 @@ SINGLE = "model.safetensors"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 MAX_HEADER_BYTES = 32 * 2**20
-"""The library reads up to 100 MB. The header of 90,000 tensors in one file has 12 MB."""
+"""Maximum header size. The safetensors library reads up to 100 MB; the header of 90,000 tensors in
+a file has 12 MB."""
 _LENGTH_BYTES = 8
 _CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9_]{1,100}")
 
@@ -37,15 +38,16 @@ class StoredTensor(NamedTuple):
 
     name: str
     dtype: str
-    """As the header has it: F32, BF16, I8."""
+    """Dtype name in the safetensors header: F32, BF16, I8."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of the first byte in the file."""
     num_bytes: int
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, from its index if it has one. ConfigError if none."""
+    """The safetensors files of a checkpoint, from its index if it has an index. Raises ConfigError
+    if there are no files."""
     index = folder / INDEX
     if index.is_file():
         return _indexed(index)
@@ -59,8 +61,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
-    """The error for a model whose files `names` are not a checkpoint in safetensors. Its `config`
-    may be there, and says how to convert pickles."""
+    """The error for a model whose files `names` are no safetensors checkpoint. Its `config`, if
+    present, determines the suggested command that converts pickles."""
     missing = [] if "config.json" in names else ["config.json"]
     if not any(name.endswith(".safetensors") for name in names):
         missing.append("*.safetensors")
@@ -108,7 +110,7 @@ def _indexed(index: Path) -> list[Path]:
             raise ConfigError(
                 f"{index} names {shown(name)}, it must be a safetensors file in its folder"
             )
-        # Path.is_file raises for a name that no file system takes.
+        # Path.is_file raises for a name that file systems do not accept.
         if not os.path.isfile(file):
             raise ConfigError(f"{index} names {shown(name)[1:-1]}, which is not there")
         files.append(file)
@@ -116,7 +118,8 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def folder_shapes(folder: Path) -> Shapes:
-    """The shapes of all tensors of a checkpoint. ConfigError like weight_files and read_shapes."""
+    """The shapes of all tensors of a checkpoint. Raises ConfigError like weight_files and
+    read_shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         shapes.update(read_shapes(file))
@@ -124,14 +127,14 @@ def folder_shapes(folder: Path) -> Shapes:
 
 
 def read_shapes(file: Path) -> Shapes:
-    """The shapes of the tensors in `file`. ConfigError as in read_header."""
+    """The shapes of the tensors in `file`. Raises ConfigError like read_header."""
     return {tensor.name: tensor.shape for tensor in read_header(file)}
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors in `file`, in the order of their bytes. ConfigError for a header that is invalid,
-    or does not fit the size of the file: the library checks that every byte behind it belongs to
-    one tensor."""
+    """The tensors in `file`, in byte order. Raises ConfigError for a header that is invalid or does
+    not fit the file's size. The safetensors library checks that every byte after the header belongs
+    to exactly a single tensor."""
     try:
         begin = _check_header_size(file)
         with safe_open(file, framework="numpy"), file.open("rb") as opened:
@@ -151,7 +154,7 @@ def read_header(file: Path) -> list[StoredTensor]:
 
 
 def _check_header_size(file: Path) -> int:
-    """The offset of the first byte behind the header."""
+    """Offset of the first byte after the header."""
     num_bytes = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")

@@ -1,6 +1,5 @@
-"""Comparison of the sizes in config.json with the shapes of the tensors in the files, before a
-model is built, so that no wrong size is allocated. Reads no weights.
-"""
+"""Compares the sizes in config.json with the tensor shapes in the files before a model is built, so
+that no wrong size is allocated. Reads no weights."""
 
 import re
 from collections.abc import Iterable
@@ -20,8 +19,8 @@ from config.model.pooler import PoolerConfig
 
 
 def check_weights(facts: ModelConfig, pooler: PoolerConfig | None) -> None:
-    """Raise ConfigError if sizes in the config.json of folder `facts.path`, or of its pooling
-    modules, differ from those of the tensors in the files."""
+    """Raise ConfigError if sizes in the config.json of the folder `facts.path`, or of its pooling
+    modules, differ from the sizes of the tensors in the files."""
     shapes = folder_shapes(Path(facts.path))
     source = Path(facts.path, "config.json")
     check_shapes(facts, shapes, source)
@@ -37,9 +36,10 @@ def check_weights(facts: ModelConfig, pooler: PoolerConfig | None) -> None:
 
 
 def check_shapes(facts: ModelConfig, stored: Shapes, source: Path) -> None:
-    """Raise ConfigError unless the sizes that `source` gives (`facts`) are those of the tensors
-    `stored`. An architecture that is not supported passes: a worker refuses it by its name."""
-    # Of a model without layers first: there may be 10^9 of them.
+    """Raise ConfigError unless the sizes in `facts`, which come from `source`, match the tensors
+    `stored`. An architecture that is not supported passes: the worker refuses it by name."""
+    # Map without layers first: a config.json may claim 10^9 layers, so their number is checked
+    # before a map with layers is built.
     outer = weight_map_of(replace(facts, num_layers=0, layer_types=(), rope_layers=()))
     if outer is None:
         return
@@ -51,8 +51,8 @@ def check_shapes(facts: ModelConfig, stored: Shapes, source: Path) -> None:
 
 
 def check_num_layers(facts: ModelConfig, num_layers: int, source: Path) -> None:
-    """Raise ConfigError unless `num_layers`, the layers of the files, are those that `source`
-    gives, and can be built."""
+    """Raise ConfigError unless `num_layers`, the number of layers in the files, matches `facts`
+    (with or without MTP layers) and is at most MAX_LAYERS. `source` is named in the error."""
     if not facts.num_layers <= num_layers <= facts.num_layers + facts.num_mtp_layers:
         raise ConfigError(f"{source} says {facts.num_layers} layers, the files have {num_layers}")
     if num_layers > MAX_LAYERS:
@@ -60,7 +60,7 @@ def check_num_layers(facts: ModelConfig, num_layers: int, source: Path) -> None:
 
 
 def model_shapes(facts: ModelConfig, stored: Shapes) -> Shapes:
-    """The shapes in `stored` of the text model, without tensors for images or audio."""
+    """Shapes in `stored` that belong to the text model, without tensors for images or audio."""
     if not facts.is_text_part:
         return stored
     return {
@@ -71,7 +71,7 @@ def model_shapes(facts: ModelConfig, stored: Shapes) -> Shapes:
 
 
 def weight_map_of(facts: ModelConfig) -> WeightMap | None:
-    """The tensors of the built-in model, without a classification head; None if it is not built
+    """Weight map of a built-in model, without a classification head; None if the model is not built
     in."""
     if facts.encoder is not None:
         return encoder_weight_map(facts)
@@ -100,7 +100,7 @@ def _check(weights: Iterable[WeightSpec], shapes: Shapes, source: Path) -> None:
 
 
 def _fields(weight: WeightSpec) -> str:
-    """Those that the shape of the tensor comes from."""
+    """The config fields and the quantization that determine the tensor's shape, for errors."""
     scheme = weight.scheme
     if scheme is None:
         return weight.fields

@@ -1,7 +1,7 @@
-"""Regular expressions of a tokenizer.json: whether they take linear time on every text.
+"""Checks that regular expressions of a tokenizer.json take linear time on every text.
 
-The tokenizers library searches by backtracking. Its patterns come from the checkpoint, so only a
-small class of them, which holds those of the known families, may run on every text of a client.
+The tokenizers library searches by backtracking. The patterns come from the checkpoint, so only a
+small class of patterns, which covers the known families, may run on every text of a client.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _MAX_REPEATS = 64
 """A repetition with a larger bound counts as unbounded."""
 _MAX_GROUP_REPEATS = 4
 _MAX_CHOICES = 256
-"""Ways in which one branch can be tried at one place of a text."""
+"""Maximum number of ways to match a branch at the same position of a text."""
 
 _CLASS_ESCAPES = frozenset("dDwWsShHpP")
 _LITERAL_ESCAPES = frozenset("nrtfvea")
@@ -21,7 +21,8 @@ _SPACES = r"\s+"
 _SPACE_BRANCHES = frozenset(
     (r"\s+(?!\S)", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s*[\r\n]{1,}", r"\s*\n+", r"\s*[\n]+")
 )
-"""Branches that search to the end of a run of spaces in vain, which a branch `\\s+` takes then."""
+r"""Branches that may scan to the end of a run of spaces and fail. They are linear if the pattern
+also has a branch `\s+`, which then matches the run."""
 
 
 class _Unknown(Exception):
@@ -30,7 +31,7 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An atom with its quantifier."""
+    """A regular expression atom with its quantifier."""
 
     atom: str
     quantifier: str
@@ -78,12 +79,12 @@ def _is_linear(branch: _Branch, texts: set[str]) -> bool:
     if _choices(branch) > _MAX_CHOICES:
         return False
     first = next((place for place, item in enumerate(branch) if item.is_unbounded), None)
-    # Nothing behind the first unbounded item can fail: the search never returns into it.
+    # Nothing after the first unbounded item can fail, so the search never backtracks into it.
     if first is None or not any(item.can_fail for item in branch[first + 1 :]):
         return True
     if _text(branch) in _SPACE_BRANCHES:
         return _SPACES in texts
-    # X*Y+: it searches a run of X in vain, which a branch X+Y* takes then.
+    # X*Y+ may scan a run of X and fail. A branch X+Y* of the same pattern then matches the run.
     pair = branch[first : first + 2]
     if [item.quantifier for item in pair] != ["*", "+"]:
         return False
@@ -108,7 +109,7 @@ def _choices(branch: _Branch) -> int:
 
 
 class _Parser:
-    """Recursive descent over a pattern. Raises _Unknown, and IndexError at a premature end."""
+    """Recursive-descent parser of a pattern. Raises _Unknown, and IndexError at a premature end."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern.replace("\r", "\\r").replace("\n", "\\n")
@@ -156,12 +157,13 @@ class _Parser:
         if high is not None and not is_unbounded:
             choices *= high - low + 1
         quantifier = self._pattern[start : self._place]
-        # A zero-width item fails, or not, without a character.
+        # A zero-width item consumes no characters, whether or not it matches.
         least = low * characters
         return _Item(atom, quantifier, low, is_unbounded, choices, least)
 
     def _group(self, depth: int) -> tuple[int, int]:
-        """The minimum characters and the choices of a group without unbounded items."""
+        """Minimum characters and number of choices of a group, which may have no unbounded
+        items."""
         is_zero_width = False
         if self._pattern[self._place] == "?":
             for opening in ("?i:", "?:", "?=", "?!", "?<=", "?<!"):
@@ -213,12 +215,12 @@ class _Parser:
         return 1
 
     def _quantifier(self) -> tuple[int, int | None]:
-        """The minimum and the maximum; None: unbounded."""
+        """(minimum, maximum) repetitions; maximum None: unbounded."""
         letter = self._pattern[self._place : self._place + 1]
         limits: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
         if letter in limits:
             self._place += 1
-            if self._rest()[:1] == "+":  # possessive: it does not backtrack
+            if self._rest()[:1] == "+":  # Possessive quantifiers do not backtrack.
                 self._place += 1
             found = limits[letter]
         elif letter == "{":
@@ -242,7 +244,7 @@ class _Parser:
         return int(low), int(high) if high else None
 
     def _rest(self) -> str:
-        # A quantifier or a property name is short.
+        # Quantifiers and property names are short.
         return self._pattern[self._place : self._place + 64]
 
     def _next(self) -> str:

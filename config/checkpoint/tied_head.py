@@ -1,4 +1,4 @@
-"""Whether a checkpoint with an output head of its own is one whose head is the embedding."""
+"""Detects checkpoints whose output head is a copy of the embedding."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ _SAMPLE_BYTES = 4096
 
 
 def check_tied_head(facts: ModelConfig) -> None:
-    """Raise ConfigError if config.json of folder `facts.path` has `tie_word_embeddings`, and the
-    files a head that differs from the embedding in some of its bytes: a training that did not tie
-    them leaves that. Reads at most 512 KiB."""
+    """Raise ConfigError if config.json of the folder `facts.path` has `tie_word_embeddings` but the
+    files have a head that differs from the embedding in sampled bytes: such a checkpoint was
+    trained with an untied head. Reads at most 512 KiB."""
     weight_map = weight_map_of(facts) if facts.encoder is None else None
     if weight_map is None or not facts.tie_word_embeddings:
         return
@@ -37,7 +37,8 @@ def check_tied_head(facts: ModelConfig) -> None:
 
 
 def _may_be_equal(one: tuple[Path, StoredTensor], other: tuple[Path, StoredTensor]) -> bool:
-    """Whether samples of two tensors are; those of two types are not compared."""
+    """Whether samples of two tensors are equal. Tensors of the same shape and different dtypes are
+    not compared and count as equal."""
     if one[1].shape != other[1].shape:
         return False
     if one[1].dtype != other[1].dtype:

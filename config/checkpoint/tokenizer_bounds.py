@@ -1,4 +1,4 @@
-"""Bounds of a tokenizer.json: how much longer it may make a text, and what it may add.
+"""Checks bounds of a tokenizer.json: how much it may lengthen a text, and what it may add.
 
 The file comes with the checkpoint. The tokenizers library applies its normalizers, pre-tokenizers
 and post-processors to every text of a client, without limits of time or memory.
@@ -23,38 +23,40 @@ from config.model.json_fields import shown
 MAX_TOKENIZER_BYTES = 256 * 2**20
 """Maximum size of a tokenizer.json; with 262,144 tokens it has 35 MB."""
 MAX_GROWTH = 4_096
-"""Maximum bytes that normalizer and pre-tokenizer may make of one byte of a text, by the bound
-below. That of Llama 2 is 12, of Qwen 6, of a T5 about 200, of an ALBERT 3,300."""
+"""Maximum bytes that normalizer and pre-tokenizer may make of a byte of text, by the bound below.
+The bound is 12 for Llama 2, 6 for Qwen, about 200 for a T5, and 3,300 for an ALBERT."""
 MAX_STEPS = 256
-"""Steps of each of normalizer, pre-tokenizer, post-processor and decoder."""
+"""Maximum steps in each of normalizer, pre-tokenizer, post-processor and decoder."""
 MAX_PART_BYTES = 4 * 2**20
-"""Size of each of these parts in the file. A table of NFKC has 0.3 MB."""
+"""Maximum size of each of these parts in the file. An NFKC table has 0.3 MB."""
 MAX_TOKEN_CHARACTERS = 4_096
-"""Length of one token. Those of published vocabularies have up to 1,024."""
+"""Maximum length of a token. Published vocabularies have tokens of up to 1,024 characters."""
 MAX_LINEAR_UNIGRAM_CHARACTERS = 64
-"""Length of a token of the kind Unigram, which compares each place of a text with all tokens that
-begin like it: 10 us for each character of a text. Published vocabularies have up to 16."""
+"""Maximum token length of a Unigram model with linear encoding time. Unigram compares each position
+of a text with all tokens that share its beginning: 10 us for each character of a text. Published
+vocabularies have tokens of up to 16 characters."""
 MAX_TOKEN_TEXT_BYTES = 16_384
-"""Bytes that the decoder may make of one token, by the bound below."""
+"""Maximum bytes that the decoder may make of a token, by the bound below."""
 MAX_ADDED_TOKENS = 65_536
-"""The library takes 50 us for each at start; the largest known vocabulary has 6,500."""
+"""Maximum added tokens. The library takes 50 us for each at start; the largest known vocabulary has
+6,500."""
 MAX_ADDED_CHARACTERS = 2**20
-"""Characters of all added tokens: the library takes 1 us for each at start."""
+"""Maximum characters of all added tokens together. The library takes 1 us for each at start."""
 MAX_SPECIAL_TOKENS = 256
-"""Tokens that the post-processor may add to a text or pair."""
+"""Maximum tokens that the post-processor may add to a text or pair."""
 MAX_PADDING = 2**20
 MAX_WORD_CHARACTERS = 512
-"""max_input_chars_per_word of WordPiece, whose time is its square; BERT has 100."""
+"""Maximum max_input_chars_per_word of WordPiece, whose time is quadratic in it; BERT has 100."""
 MAX_AFFIX_CHARACTERS = 64
-"""Length of the unknown token, and of what marks the parts of a word."""
+"""Maximum length of the unknown token and of the marks of word parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerBounds:
-    """What a tokenizer.json can do with a text."""
+    """Effects of a tokenizer.json on a text."""
 
     growth: int = 1
-    """Upper bound of the bytes that one byte of a text becomes."""
+    """Upper bound of the bytes that normalizer and pre-tokenizer make of a byte of text."""
     takes_linear_time: bool = True
     """Whether encoding a text certainly takes linear time."""
 
@@ -83,8 +85,8 @@ class _File(msgspec.Struct):
 
 
 def check_tokenizer_file(path: Path) -> TokenizerBounds:
-    """The bounds of a tokenizer.json. ConfigError if it exceeds one, or has another form than the
-    library writes. A file of 35 MB takes 0.15 s."""
+    """Bounds of a tokenizer.json. Raises ConfigError if the file exceeds a limit, or is not in the
+    form that the library writes. A file of 35 MB takes 0.15 s."""
     try:
         if (num_bytes := path.stat().st_size) > MAX_TOKENIZER_BYTES:
             raise ConfigError(
@@ -101,7 +103,7 @@ def check_tokenizer_file(path: Path) -> TokenizerBounds:
 
 
 class _Checker:
-    """Checks the parts of one file."""
+    """Checks the parts of a tokenizer.json."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -191,7 +193,8 @@ class _Checker:
         return count, num_characters
 
     def _growth(self, file: _File) -> tuple[int, bool]:
-        """The bound of both parts that come before the model; whether their patterns are linear."""
+        """(growth bound of normalizer and pre-tokenizer together, whether their patterns are
+        linear)."""
         growth, per_text, patterns_are_linear = 1.0, 0.0, True
         for name, inner, part in (
             ("normalizer", "normalizers", file.normalizer),
@@ -226,7 +229,8 @@ class _Checker:
             raise self._unknown(name, step) from None
 
     def _check_decoder(self, file: _File, longest: int) -> None:
-        """The bound of the text of one token."""
+        """Raise ConfigError if the decoder may make more than MAX_TOKEN_TEXT_BYTES of a token, or
+        has a pattern that may not take linear time."""
         growth, added = 4.0, 0.0
         for step in self._steps("decoder", self._part("decoder", file.decoder), "decoders"):
             factor, more = self._step_growth("decoder", _DECODERS, step)
@@ -249,7 +253,7 @@ class _Checker:
         return json.loads(data)
 
     def _steps(self, name: str, part: Any, inner: str) -> list[dict[str, Any]]:
-        """The steps of a part, those of nested sequences too."""
+        """The steps of a part, including the steps of nested sequences."""
         if part is None:
             return []
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
@@ -286,7 +290,7 @@ def _regex(step: Mapping[str, Any]) -> str:
 
 
 def _times(factor: float) -> Callable[[Mapping[str, Any]], tuple[float, float]]:
-    """The rule of a step with a constant bound."""
+    """Rule of a step with a constant growth bound."""
     return lambda step: (factor, 0.0)
 
 
@@ -297,7 +301,7 @@ def _replace(step: Mapping[str, Any]) -> tuple[float, float]:
         raise ValueError(kind)
     least = min_match_characters(text) if kind == "Regex" else len(text.encode("utf-8", "replace"))
     if least == 0:
-        # The content may be put between all characters, and at the end.
+        # The content may be inserted between all characters and at the end.
         return 1.0 + content, content
     return max(1.0, content / least), 0.0
 
@@ -312,7 +316,7 @@ def _bert(step: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _precompiled(step: Mapping[str, Any]) -> tuple[float, float]:
-    """The longest replacement of a table of SentencePiece: a trie, then texts that end in NUL."""
+    """Longest replacement in a SentencePiece table: a trie, then texts that end in NUL."""
     table = base64.b64decode(step["precompiled_charsmap"] or "", validate=True)
     if not table:
         return 1.0, 0.0
@@ -322,7 +326,7 @@ def _precompiled(step: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _byte_level(step: Mapping[str, Any]) -> tuple[float, float]:
-    # Each byte becomes a character of one or two bytes; a space may come before each piece.
+    # A byte becomes a character of at most two bytes; a space may come before each piece.
     return (4.0 if step.get("add_prefix_space", True) else 2.0), 0.0
 
 
@@ -357,7 +361,7 @@ _PRE_TOKENIZERS = {
 
 
 def _affix(name: str) -> Callable[[Mapping[str, Any]], tuple[float, float]]:
-    """The rule of a decoder that removes an affix or writes a space for it."""
+    """Rule of a decoder that removes an affix or replaces it by a space."""
 
     def rule(step: Mapping[str, Any]) -> tuple[float, float]:
         return 2.0 if not step[name] else 1.0, 1.0

@@ -1,4 +1,2 @@
-"""From flags, environment variables and YAML to the config dataclasses.
-
-Settings are declared on the dataclass fields; flags.py makes flags of them.
-"""
+"""Builds the config dataclasses from flags, environment variables and YAML. Settings are declared
+on the dataclass fields; flags.py makes flags from them."""

@@ -1,5 +1,5 @@
-"""The device nodes of Gaudi cards, and the module ids of the cards that this process can see. Opens
-no device."""
+"""Device nodes of Gaudi cards, and module ids of the cards that this process can see. Opens no
+device."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 NODES = (("dev/accel", "accel", "accel"), ("dev", "hl", "habanalabs"))
-"""(folder, prefix of the name, class below sys/class) of newer and of older drivers."""
+"""(folder, name prefix, class below sys/class) of newer and of older drivers."""
 PCI_VENDOR = 0x1DA3
 ROOT = Path("/")
 
@@ -20,7 +20,8 @@ class CardNode(NamedTuple):
     device: str
     """Folder of the driver's files about the card, relative to the root."""
     module: int | None
-    """Module id, which is not the index in the name; None if the driver does not tell it."""
+    """Module id, which may differ from the index in the name; None if the driver does not report
+    it."""
 
 
 def card_nodes(root: Path = ROOT) -> list[CardNode]:
@@ -34,7 +35,7 @@ def card_nodes(root: Path = ROOT) -> list[CardNode]:
         for name in names:
             device = f"sys/class/{kind}/{name}/device"
             vendor = number_in(root / device / "vendor")
-            # Other vendors' accelerators are in the same folder.
+            # The same folder holds accelerators of other vendors.
             if re.fullmatch(rf"{prefix}\d+", name) and vendor in (None, PCI_VENDOR):
                 module = number_in(root / device / "module_id")
                 found.append(CardNode(f"/{folder}/{name}", device, module))
@@ -42,14 +43,14 @@ def card_nodes(root: Path = ROOT) -> list[CardNode]:
 
 
 def visible_modules(root: Path = ROOT) -> list[int]:
-    """The module ids of the cards whose nodes are in this container, sorted; empty if the driver
-    does not tell all of them."""
+    """Sorted module ids of the cards whose nodes are in this container; empty if the driver does
+    not report all of them."""
     modules = [card.module for card in card_nodes(root)]
     return [] if None in modules else sorted(module for module in modules if module is not None)
 
 
 def number_in(file: Path) -> int | None:
-    """The number that a file of the driver holds; None if it holds no number."""
+    """The number in a driver file; None if the file holds no number."""
     try:
         return int(file.read_text(encoding="ascii", errors="replace"), 0)
     except (OSError, ValueError):

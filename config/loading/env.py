@@ -1,4 +1,4 @@
-"""The only reader of environment variables: settings from variables, and the variables of a
+"""The only module that reads environment variables: settings from variables, and the variables of a
 worker."""
 
 import importlib.metadata
@@ -21,8 +21,8 @@ from config.setting import is_count
 PREFIX = "GAUDISERVE_"
 
 DATA_PARALLEL_TOKEN = "GAUDISERVE_DATA_PARALLEL_TOKEN"
-"""The secret by which the hosts of one server know each other. No setting: it is on no command line
-and in no file."""
+"""Shared secret that authenticates the hosts of a server to each other. It is not a setting: no
+flag and no file sets it."""
 MIN_TOKEN_CHARACTERS = 16
 
 RECIPE_CACHE_MB = 8192
@@ -33,9 +33,9 @@ _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 HABANA_VISIBLE_MODULES = "HABANA_VISIBLE_MODULES"
 HLS_MODULE_ID = "HLS_MODULE_ID"
 _CARD_VARIABLES = {"hpu": HABANA_VISIBLE_MODULES, "cuda": "CUDA_VISIBLE_DEVICES"}
-"""By device: the list of the cards that a process may use."""
+"""Device -> variable that lists the cards a process may use."""
 
-# Variables of Kubernetes in every pod, for a service named gaudiserve, gaudiserve-* or vllm.
+# Variables that Kubernetes sets in every pod for a service named gaudiserve, gaudiserve-* or vllm.
 _SERVICE_LINK = re.compile(
     r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
@@ -43,13 +43,13 @@ _SERVICE_ADDRESS = re.compile(r"^(tcp|udp|sctp)://")
 
 
 def environment() -> Mapping[str, str]:
-    """A copy of the variables of this process."""
+    """A copy of this process's environment variables."""
     return dict(os.environ)
 
 
 def variable_table() -> dict[str, str]:
-    """Every variable that is a setting -> flag. Earlier ones win: first our own names, then the
-    names of other servers."""
+    """Every variable that is a setting -> flag. Earlier entries win: first our own names, then
+    other servers' names."""
     table = {flag.variable: flag.key for flag in FLAGS}
     names = [name for flag in FLAGS for name in flag.names[1:]]
     table.update({variable_of(name): name for name in (*names, *FILE_FLAGS, *ACCEPTED)})
@@ -60,10 +60,10 @@ def variable_table() -> dict[str, str]:
 
 
 def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(flag, value, variable) of each setting in `environ`, those that win last.
+    """(flag, value, variable) of each setting in `environ`, in rising precedence.
 
-    An empty variable counts as not set, but for a secret it is an error: an empty key would open
-    the server. Raises ConfigError for unknown GAUDISERVE_ variables, with similar names.
+    An empty variable counts as not set. An empty secret is an error: an empty key would open the
+    server. Raises ConfigError for unknown GAUDISERVE_ variables, with similar names.
     """
     table = variable_table()
     secrets = {name for flag in FLAGS if flag.setting.is_secret for name in flag.names}
@@ -81,7 +81,7 @@ def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
         if variable in environ and not word and table[variable] in secrets:
             raise ConfigError(f"{variable} is set but empty; unset it, or put a key into it")
         if variable == "OMP_NUM_THREADS":
-            # One number per nesting level; the first is the outermost.
+            # A list has a number per nesting level; the first is the outermost level.
             word = word.split(",")[0]
         if word and not is_service_link(variable, word):
             found.append((table[variable], word, variable))
@@ -92,14 +92,15 @@ def _unknown(variable: str, known: Iterable[str]) -> str:
     name = variable.removeprefix(PREFIX)
     if reason := absence(name.lower().replace("_", "-")):
         return f"{variable} is not in this version: {reason}"
-    # Without the prefix, which would make any two of them similar.
+    # Compare without the prefix, which would make any two variables similar.
     hint = nearest(name, (one.removeprefix(PREFIX) for one in known if one.startswith(PREFIX)))
     hint = hint.replace("did you mean ", f"did you mean {PREFIX}")
     return f"the variable {variable} is no setting{hint or '; see `gaudiserve serve --help`'}"
 
 
 def is_service_link(variable: str, word: str) -> bool:
-    """Whether Kubernetes sets this variable in every pod, for a service of the prefix's name."""
+    """Whether Kubernetes sets this variable in every pod, because a service has the prefix as its
+    name."""
     if _SERVICE_LINK.search(variable):
         return True
     return variable.endswith("_PORT") and bool(_SERVICE_ADDRESS.match(word))
@@ -126,8 +127,8 @@ def runtime_environment(config: EngineConfig) -> dict[str, str]:
         # Otherwise the tokenizers library warns after a fork.
         chosen["TOKENIZERS_PARALLELISM"] = "false"
     if "MALLOC_ARENA_MAX" not in os.environ:
-        # trim_memory returns the memory at the end of an arena only if it is the main arena, and
-        # threads that compile grammars or read adapters would have an arena each.
+        # trim_memory returns memory at the end of an arena only for the main arena. Without this
+        # limit, threads that compile grammars or read adapters would each have an arena.
         chosen["MALLOC_ARENA_MAX"] = "1"
     if config.num_threads is not None:
         chosen["OMP_NUM_THREADS"] = str(config.num_threads)
@@ -153,8 +154,8 @@ def openmp_environment() -> dict[str, str]:
 
 
 def data_parallel_token() -> str:
-    """The token for engines on other hosts. Raises ConfigError when there is none, or when it can
-    be guessed."""
+    """Token of the engines on other hosts. Raises ConfigError if it is not set or can be
+    guessed."""
     token = os.environ.get(DATA_PARALLEL_TOKEN, "")
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise ConfigError(
@@ -165,7 +166,7 @@ def data_parallel_token() -> str:
 
 
 class LaunchedRank(NamedTuple):
-    """This process among those that a launcher such as torchrun started."""
+    """Rank of this process, as set by a launcher such as torchrun."""
 
     world_size: int
     rank: int
@@ -173,9 +174,9 @@ class LaunchedRank(NamedTuple):
 
 
 def launched_rank() -> LaunchedRank:
-    """What the launcher says of this process. torch.distributed reads the two variables of the
-    rendezvous itself (init method env://). Raises ConfigError for a variable that is missing or
-    that is no number."""
+    """Rank and sizes that the launcher has set. torch.distributed reads the two rendezvous
+    variables itself (init method env://). Raises ConfigError for a variable that is missing or not
+    a number."""
     missing = [name for name in (*_RANK_VARIABLES, *_MASTER_VARIABLES) if not os.environ.get(name)]
     if missing:
         raise ConfigError(
@@ -196,8 +197,8 @@ def device_environment(
     config: EngineConfig, index: int, count: int, *, num_cards: int = 1
 ) -> dict[str, str]:
     """Variables that give engine `index` of the `count` engines on this host `num_cards` cards of
-    its own, out of those that are visible to this process; empty on a CPU, and for a single engine.
-    Raises ConfigError when fewer cards are visible than the engines need."""
+    its own among the cards that are visible to this process; empty on a CPU and for a single
+    engine. Raises ConfigError when fewer cards are visible than the engines need."""
     variable = _CARD_VARIABLES.get(chosen_device(config.device))
     if variable is None or count == 1:
         return {}
@@ -214,7 +215,8 @@ def device_environment(
     own = cards[index * num_cards : (index + 1) * num_cards]
     variables = {variable: ",".join(own)}
     if variable == HABANA_VISIBLE_MODULES and num_cards == 1:
-        # A process without a group of others takes the first free card, unless this names one.
+        # A process without a process group takes the first free card, unless this variable names a
+        # card.
         variables[HLS_MODULE_ID] = own[0]
     return variables
 
@@ -224,11 +226,11 @@ def worker_environment(config: EngineConfig) -> dict[str, str]:
     variables = {**hpu_environment(config), **os.environ, **runtime_environment(config)}
     is_unset = not variables.get(HABANA_VISIBLE_MODULES)
     if chosen_device(config.device) == "hpu" and is_unset and (modules := visible_modules()):
-        # The container runtime does not set it, and the vendor's runtime then takes ranks for
-        # module ids, which belong to other cards than the nodes of the same number.
+        # The container runtime does not set this variable. The vendor's runtime would then use
+        # ranks as module ids, although module ids and device nodes are numbered differently.
         variables[HABANA_VISIBLE_MODULES] = ",".join(map(str, modules))
     if config.parallel.world_size > 1:
-        # It wins over a worker's rank, so that all of them would take the same card.
+        # The variable overrides a worker's rank, so all workers would take the same card.
         variables.pop(HLS_MODULE_ID, None)
     return variables
 
@@ -258,9 +260,10 @@ def module_id(device_index: int, world_size: int) -> int | None:
 
 
 def card_environment(device: str, card: str) -> dict[str, str]:
-    """Variables of a worker that has `card` alone, which the variable of the visible cards names
-    already."""
-    # A process without a group of others takes the first free card, unless this names one.
+    """Variables of a worker that has only `card`, which the variable of visible cards already
+    names."""
+    # A process without a process group takes the first free card, unless this variable names a
+    # card.
     return {HLS_MODULE_ID: card} if device == "hpu" else {}
 
 
@@ -291,32 +294,33 @@ def hpu_environment(config: EngineConfig) -> dict[str, str]:
     is_lazy = hpu_mode(config).is_lazy
     variables = {
         "PT_HPU_LAZY_MODE": str(int(is_lazy)),
-        # It wraps parameters and `Tensor.to` for training; servers turn it off.
+        # The vendor's wrapper of parameters and `Tensor.to` is for training; servers turn it off.
         "PT_HPU_WEIGHT_SHARING": "0",
-        # Without it the recipe cache counts neither hits nor misses.
+        # Without this variable the recipe cache counts neither hits nor misses.
         "PT_HPU_ENABLE_CACHE_METRICS": "1",
     }
     if is_lazy:
-        # Without it HPU graphs cannot contain collectives.
+        # Without this variable HPU graphs cannot contain collectives.
         variables["PT_HPU_ENABLE_LAZY_COLLECTIVES"] = "true"
         if config.parallel.pipeline_parallel_size > 1:
-            # Graphs read tensors that another stage has sent: the tensor cache must stay on
+            # Graphs read tensors that another stage has sent, so the tensor cache must stay on
             # (vllm-project/vllm-gaudi, docs/configuration/pipeline_parallelism.md).
             variables["PT_HPUGRAPH_DISABLE_TENSOR_CACHE"] = "0"
     else:
-        # As in the vendor's plug-in: one recipe for all FP8 scales, and parallel compilation.
+        # The vendor's plug-in sets these too: one recipe for all FP8 scales, and parallel
+        # compilation.
         variables["RUNTIME_SCALE_PATCHING"] = "1"
         variables["FUSER_ENABLE_MULTI_THREADED_INVOCATIONS"] = "1"
     recipes = os.path.join(config.cache_dir or cache_home(), "hpu-recipes")
     if device == "hpu" and "," not in recipes:
-        # path, delete at start, MB: the next process reuses compiled recipes.
+        # Path, delete at start, MB: the next process reuses compiled recipes.
         variables["PT_HPU_RECIPE_CACHE_CONFIG"] = f"{recipes},false,{RECIPE_CACHE_MB}"
     return variables
 
 
 def recipe_cache_folder(config: EngineConfig) -> Path | None:
-    """The folder in which the worker's runtime keeps compiled recipes from one start to the next;
-    None if it keeps none. Raises ConfigError for an impossible execution mode."""
+    """The folder in which the worker's runtime keeps compiled recipes between starts; None if it
+    keeps no recipes. Raises ConfigError for an impossible execution mode."""
     if chosen_device(config.device) not in ("hpu", "hpu-emulator"):
         return None
     variables = {**hpu_environment(config), **os.environ}
@@ -327,14 +331,14 @@ def recipe_cache_folder(config: EngineConfig) -> Path | None:
 
 
 def disable_autoload() -> None:
-    """Keep `import torch` in this process and its children from loading the vendor's runtime, as
-    newer releases do by themselves: only workers, which import the runtime, may touch a card."""
+    """Keep `import torch` in this process and its children from loading the vendor's runtime, which
+    newer releases do automatically: only workers import the runtime and may touch a card."""
     os.environ.setdefault("PT_HPU_AUTOLOAD", "0")
 
 
 def set_missing(variables: Mapping[str, str]) -> None:
     """Set variables of this process that are not set yet, for a worker in a process that its parent
-    did not prepare. Call it before the import of torch, which imports the vendor's runtime."""
+    did not prepare. Call it before importing torch, which imports the vendor's runtime."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
@@ -351,5 +355,5 @@ def is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ValueError:
-        # The module is loaded already, without a specification.
+        # The module is already loaded and has no spec.
         return True

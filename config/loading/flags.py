@@ -1,4 +1,4 @@
-"""The flags of a server, made from the settings of the configuration's fields."""
+"""The flags of a server, made from the settings on the config dataclass fields."""
 
 import typing
 from collections.abc import Iterator, Mapping
@@ -50,27 +50,27 @@ GROUPS = (
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A field of the configuration as users set it."""
+    """A config field as a flag."""
 
     part: str
     field: str
-    """`dimension.limit` for one limit of a Range."""
+    """Name of the field; `dimension.limit` for a limit of a Range."""
     setting: Setting
     kind: type
-    """bool, int, float, str or tuple (of str)."""
+    """Type of the value: bool, int, float, str or tuple (of str)."""
     is_optional: bool
-    """Whether None is a value: the default of the device or of the checkpoint."""
+    """Whether None is allowed: the default of the device or of the checkpoint."""
     default: object
-    """None if the field has none."""
+    """Default value; None if the field has no default."""
 
     @property
     def key(self) -> str:
-        """The canonical name, as a flag has it: max-model-len."""
+        """Canonical flag name, such as max-model-len."""
         return self.setting.name or self.field.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """GAUDISERVE_MAX_MODEL_LEN."""
+        """Environment variable, such as GAUDISERVE_MAX_MODEL_LEN."""
         return variable_of(self.key)
 
     @property
@@ -81,11 +81,11 @@ class Flag:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name of this setting, the canonical one first."""
+        """All names of this setting, the canonical name first."""
         return (self.key, *self.setting.aliases, *self.setting.switches)
 
     def shown(self, value: object) -> str:
-        """A value of this setting as the help shows it, and as a flag takes it."""
+        """`value` in the form that the help shows and a flag accepts."""
         if value is None:
             return "none" if self.kind is str else "auto"
         if isinstance(value, bool):

@@ -24,14 +24,14 @@ METAVARS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of ending the process, for all wrong flags together."""
+    """Argument parser that raises a single ConfigError for all wrong flags instead of exiting."""
 
     def __init__(self, **facts: Any) -> None:
         super().__init__(**facts)
         self.absence: Callable[[str], str] = lambda name: ""
-        """Why a flag of vLLM's command of this name is not in this version."""
+        """Returns why a vLLM flag of this command is not supported; empty for other names."""
         self.spell: Callable[[Iterable[str], Collection[str]], Spelled] = _as_given
-        """Rewrites vLLM's spellings of the flags that the parser knows."""
+        """Rewrites vLLM's spellings to flags that the parser knows."""
         self.server_groups: list[argparse._ArgumentGroup] = []
         """Groups that `--help` leaves out and `--help-all` shows last."""
 
@@ -55,15 +55,15 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(_OF_NUMBER.sub(r"\1 is ", message))
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Like parse_args, but one error names every wrong flag, with its near spelling."""
+        """Like parse_args, but a single error names every wrong flag, with a similar flag."""
         arguments, problems = self.parse_known(argv)
         if problems:
             raise ConfigError(joined(problems))
         return arguments
 
     def parse_known(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The arguments, and what is wrong with the others. `notes` of the arguments says how
-        vLLM's spellings were understood."""
+        """(arguments, problems with the other words). `notes` of the arguments says how vLLM's
+        spellings were understood."""
         words, problems = [], []
         spelled = self.spell(argv, self._option_string_actions)
         for word in spelled.words:
@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         return f"{name} is no flag of {self.prog}{ambiguity(name, known) or nearest(name, known)}"
 
     def _value_of_switch(self, word: str) -> str:
-        # argparse's own message would say that the value is ignored, which is wrong.
+        # argparse's own message would wrongly say that the value is ignored.
         name, equals, _ = word.partition("=")
         action = self._option_string_actions.get(name)
         if not equals or action is None or action.nargs != 0:
@@ -159,8 +159,8 @@ class _HelpAll(argparse.Action):
 
 
 def command_parser(prog: str, description: str, *, has_model: bool = True) -> Parser:
-    """A parser for a command that takes the flags of a server beside its own, whose groups the
-    caller adds: `--help` shows the caller's groups, and `--help-all` all of them."""
+    """A parser for a command that takes its own flags and a server's flags. The caller adds its own
+    groups: `--help` shows only them, `--help-all` shows all groups."""
     parser = server_parser(prog, description, has_model=has_model)
     parser.add_argument(
         "--help-all", action=_HelpAll, nargs=0, help="Show the flags of the server as well"

@@ -118,7 +118,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 def with_tables(name: str) -> str:
-    """The page as it is, with its tables written anew."""
+    """The page with its tables regenerated."""
     page = (DOCS / name).read_text(encoding="utf-8")
     return _TABLES.sub(lambda marks: marks[1] + PAGES[name]() + marks[2], page)
 

@@ -1,7 +1,5 @@
-"""EngineConfig and ServerConfig from flags, variables, a YAML file and defaults, in that order.
-
-An unknown name or a value out of range is an error with its source.
-"""
+"""Builds EngineConfig and ServerConfig from flags, variables, a YAML file and defaults, in this
+order of precedence. An unknown name or a value out of range is an error with its source."""
 
 import argparse
 import contextlib
@@ -35,10 +33,10 @@ from config.whole_files import read_limited
 
 DEFAULT = "default"
 MAX_FILE_BYTES = 128 * 2**10
-"""Size limit of the file of --config."""
+"""Maximum size of the --config file."""
 MAX_FILE_KEYS = 1000
 MAX_FILE_DEPTH = 16
-"""Lists and mappings inside each other in the file of --config."""
+"""Maximum nesting of lists and mappings in the --config file."""
 _FLAG_OF = {name: flag for flag in FLAGS for name in flag.names}
 _NAMES = (*_FLAG_OF, *FILE_FLAGS, *ACCEPTED)
 
@@ -51,11 +49,11 @@ class Loaded:
     server: ServerConfig
     sources: Mapping[str, tuple[object, str]]
     without_effect: Mapping[str, str]
-    """vLLM's flags that were accepted, with their values -> why they have no effect."""
+    """Accepted vLLM flags, with their values -> why they have no effect."""
     notes: tuple[str, ...]
-    """How other spellings and files of vLLM were understood."""
+    """Notes about how vLLM's spellings and files were understood."""
     arguments: argparse.Namespace
-    """Of the command line; also has the flags that only its command knows."""
+    """Parsed command line, including flags that only its command has."""
 
     def shown(self) -> dict[str, tuple[object, str]]:
         """`sources` with secrets masked."""
@@ -89,7 +87,7 @@ def load(
     if arguments.model is not None:
         flags = [*flags, Given("model", arguments.model, "argument MODEL")]
     named = {given.value for given in flags if given.name == "model"}
-    # The value of an unknown flag may have been taken for MODEL.
+    # The value of an unknown flag may have been parsed as MODEL.
     if len(named) > 1 and not problems:
         problems.append(f"two models are named, {' and '.join(sorted(map(repr, named)))}")
     return _merge(_variables(environ), flags, problems, arguments, default_model)
@@ -119,8 +117,9 @@ def _merge(
     arguments: argparse.Namespace,
     default_model: str | None,
 ) -> Loaded:
-    """`explicit` are flags or keywords, which win over variables; these win over the file. One
-    error has all `problems` and those that are found here."""
+    """Merge file, variables and `explicit`, the flags or keyword arguments. `explicit` wins over
+    variables; variables win over the file. A single error reports `problems` and all problems found
+    here."""
     files = {given.name: str(given.value) for given in (*variables, *explicit)}
     layers = [_read_file(files["config"], problems) if "config" in files else []]
     layers += [variables, explicit]
@@ -132,14 +131,14 @@ def _merge(
             values["bucketing-strategy"] = (strategy, values[name][1])
     max_prompts = values.get("prompt-bs-bucket-max", (None, ""))
     if max_prompts[0] is not None:
-        # Larger batches have no bucket; in vLLM's plug-in the two are one setting.
+        # Larger batches have no bucket. vLLM's plug-in has a single setting for both.
         values.setdefault("max-prefill-batch", max_prompts)
     contiguous = values.get("contiguous-pa", (None, ""))
     if contiguous[0] is True:
-        # As in vLLM's plug-in.
+        # vLLM's plug-in does the same.
         values.setdefault("enable-prefix-caching", (False, contiguous[1]))
     if "model" not in values:
-        # A MODEL behind --served-model-name is taken for one more name.
+        # --served-model-name takes several names, so a MODEL after it counts as another name.
         problems += [
             f"{one.name} takes {' and '.join(map(repr, one.value))}, and no model is named: put "
             "MODEL in front of the flags, or use --model"
@@ -163,7 +162,7 @@ def _merge(
 
 
 def _layer(layer: Iterable[Given], problems: list[str]) -> dict[str, tuple[object, str]]:
-    """The settings of one source. The last value wins, except for lists of flags, which grow."""
+    """The settings of a source. The last value wins, except for flags with lists, which grow."""
     values: dict[str, tuple[object, str]] = {}
     for given in layer:
         with _collected(problems):
@@ -194,7 +193,7 @@ def _extend(
 
 
 def _without_effect(layers: Iterable[Given], model: str, problems: list[str]) -> dict[str, str]:
-    """The flags of vLLM among `layers`, as one would type them -> why they have no effect."""
+    """vLLM's flags among `layers`, in command-line form -> why they have no effect."""
     found = {}
     for given in layers:
         if given.name not in ACCEPTED or given.value is None:
@@ -233,7 +232,7 @@ def _without_absent_template(values: dict[str, tuple[object, str]]) -> Iterator[
 def _read_file(path: str, problems: list[str]) -> list[Given]:
     try:
         content = _parsed(read_limited(path, MAX_FILE_BYTES).decode("utf-8"))
-    # ValueError: a date without such a day, or an integer of more digits than Python converts.
+    # ValueError: an invalid date, or an integer of more digits than Python converts.
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else clipped(str(error))
         raise ConfigError(f"the file {path} cannot be read: {reason}") from None
@@ -259,10 +258,10 @@ def _read_file(path: str, problems: list[str]) -> list[Given]:
 
 
 def _parsed(text: str) -> object:
-    """The content of YAML. Raises ValueError for aliases, which make a huge value of a small file,
-    and for values that are nested too deeply; what the YAML library raises for other faults."""
+    """Parsed YAML. Raises ValueError for aliases, which can make a huge value from a small file,
+    and for values that are nested too deeply; raises the YAML library's errors for other faults."""
     depth = 0
-    # From a stream, or errors would quote the line.
+    # Parse a stream: with a string, errors would quote the line.
     for event in yaml.parse(io.StringIO(text), Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(
@@ -274,7 +273,7 @@ def _parsed(text: str) -> object:
                 raise ValueError(f"{_line(event)} is nested more than {MAX_FILE_DEPTH} deep")
         depth -= isinstance(event, yaml.CollectionEndEvent)
     content = yaml.safe_load(io.StringIO(text))
-    # An integer of more digits than Python writes, 0xfff..., would break errors that quote it.
+    # An integer with more digits than Python prints, 0xfff..., would break errors that quote it.
     repr(content)
     return content
 
@@ -286,12 +285,12 @@ def _line(event: yaml.Event) -> str:
 
 
 def _known(word: str, value: object, source: str, problems: list[str]) -> str:
-    """The name of a setting; empty for what has none."""
+    """Name of the setting; empty if there is no such setting."""
     name, word = word.replace("_", "-"), clipped(word)
     if name in _NAMES:
         return name
     if reason := absence(name):
-        # enable_lora=False asks for nothing.
+        # enable_lora=False requests nothing.
         if value is None or value is False:
             return ""
         problems.append(f"{word} is not in this version: {reason} (from {source})")

@@ -25,19 +25,19 @@ _BOOLS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLS |= {"false": False, "no": False, "off": False, "0": False}
 MAX_INTEGER = 2**63
 MAX_MESSAGE_CHARACTERS = 2000
-"""Characters of the error of a setting."""
+"""Maximum characters of a setting's error."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 400
 UNSET = ("auto", "none", "null")
-"""Words that mean the default of an optional setting."""
+"""Words that select the default of an optional setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One setting as given by one source."""
+    """A setting as given by a source."""
 
     name: str
-    """The flag's name or one of its aliases."""
+    """The flag's name or an alias of the flag."""
     value: object
     source: str
     """Shown in errors: flag --port, variable GAUDISERVE_PORT, file serve.yaml, ..."""
@@ -52,8 +52,8 @@ def shown(value: object) -> str:
 
 
 def clipped(message: str) -> str:
-    """`message`, shortened in the middle: it may quote a long value, and what is allowed is at its
-    end."""
+    """`message`, shortened in the middle: it may quote a long value, and the allowed values are at
+    its end."""
     if len(message) <= MAX_MESSAGE_CHARACTERS:
         return message
     half = MAX_MESSAGE_CHARACTERS // 2
@@ -61,15 +61,15 @@ def clipped(message: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean x?` for a near spelling of a known word, else nothing: a wrong hint is worse
-    than none."""
+    """`; did you mean x?` if a known word has a similar spelling, else empty: a wrong hint is worse
+    than no hint."""
     alike = [one for one in known if abs(len(one) - len(word)) <= 2]
     near = difflib.get_close_matches(word, alike, n=1, cutoff=0.8)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def joined(problems: Iterable[str]) -> str:
-    """One message of all problems."""
+    """A single message with all problems."""
     lines = list(dict.fromkeys(problems))
     if len(lines) == 1:
         return lines[0]
@@ -114,7 +114,7 @@ def truth(given: Given, spellings: Mapping[str, str] = MappingProxyType({})) -> 
 
 
 def wrong(given: Given, expected: str, *, is_secret: bool = False) -> ConfigError:
-    """The error of a value that is not allowed."""
+    """The error for a value that is not allowed."""
     text = "***" if is_secret else shown(given.value)
     return ConfigError(f"--{given.name} is {text}, it must be {expected} (from {given.source})")
 
@@ -165,7 +165,7 @@ def _choice(flag: Flag, given: Given) -> str:
         value = os.fspath(value)
     if isinstance(value, Mapping) and not flag.setting.choices:
         try:
-            # Dates are YAML and no JSON.
+            # YAML dates have no JSON form.
             value = json.dumps(value, default=str)
         except (TypeError, ValueError):
             raise wrong(given, "a mapping of texts to values") from None
@@ -175,7 +175,7 @@ def _choice(flag: Flag, given: Given) -> str:
         return value
     word = flag.setting.spellings.get(value.lower(), value.lower())
     if word not in flag.setting.choices:
-        # All choices are listed, so this hint may be further off: bf16 for bfloat16.
+        # All choices are listed, so the hint may be less similar: bf16 for bfloat16.
         words = (*flag.setting.choices, *flag.setting.spellings)
         near = difflib.get_close_matches(word, words, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -18,20 +18,21 @@ REASONS = ("not built", "not needed", "instead")
 
 @dataclass(frozen=True, slots=True)
 class VendorVariable:
-    """One environment variable of vLLM."""
+    """An environment variable of vLLM."""
 
     group: str
     name: str
-    """A trailing * matches any ending."""
+    """Name of the variable. A trailing * matches any ending."""
     default: str
-    """vLLM's, as written there."""
+    """vLLM's default, as vLLM writes it."""
     meaning: str
     reason: str = ""
-    """One of REASONS and its text; empty where a flag of ours reads the variable."""
+    """A reason from REASONS and its text; empty if a flag of ours reads the variable."""
 
     @property
     def flag(self) -> tuple[Flag, str] | None:
-        """The flag that reads this variable, and the switch of it that the variable sets."""
+        """(flag, name of the switch that the variable sets) of the flag that reads this
+        variable."""
         for flag in FLAGS:
             switch = flag.setting.switch_variables.get(self.name)
             if switch is not None or self.name in flag.setting.variables:
@@ -41,7 +42,7 @@ class VendorVariable:
 
 @functools.cache
 def vendor_variables() -> tuple[VendorVariable, ...]:
-    """All of them, in the order of docs/hpu-flags.md."""
+    """All variables, in the order of docs/hpu-flags.md."""
     groups = yaml.safe_load(DATA.read_text(encoding="utf-8"))
     return tuple(
         VendorVariable(

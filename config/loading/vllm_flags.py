@@ -46,7 +46,7 @@ CHAT_TEMPLATES = (
 _TEMPLATE_FILES = ("template_llava", *(f"tool_chat_template_{name}" for name in CHAT_TEMPLATES))
 
 MODEL, NUMBER = "the model's name", "a number"
-"""Stand for the value of --model and for any number in `VALUES`."""
+"""Placeholders in `VALUES` for the value of --model and for any number."""
 
 VALUES = (
     # Flags, the values that are accepted (none: any), and why they have no effect.
@@ -92,7 +92,7 @@ VALUES = (
     ),
     ("prefix-caching-hash-algo", (), "blocks are found by their SHA-256"),
     (
-        # The second name is that of the guide of the vendor's fork.
+        # The guide of the vendor's fork uses the second name.
         "num-scheduler-steps num-scheduler-seqs",
         (NUMBER,),
         "two steps are in flight instead of several planned at once; --overlap-depth 1 "
@@ -295,20 +295,20 @@ ABSENT = (
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A flag without effect here."""
+    """A vLLM flag that is accepted without effect."""
 
     values: tuple[str, ...]
-    """The accepted ones; none: any."""
+    """Accepted values; empty: any value."""
     why: str
     is_switch: bool = False
 
     @property
     def shown(self) -> str:
-        """The accepted values in words."""
+        """Description of the accepted values."""
         return " or ".join(filter(None, self.values)) or "any"
 
     def fits(self, value: object, model: str) -> bool:
-        """Whether `value` has no effect."""
+        """Whether the flag may be ignored with this `value`."""
         word = _plain(value).lower()
         number = _number(word)
         return not self.values or any(
@@ -320,7 +320,7 @@ class Accepted:
 
 
 def _plain(value: object) -> str:
-    """`value` as text, JSON as json.dumps writes it."""
+    """`value` as text; JSON as json.dumps writes it."""
     if not isinstance(value, Mapping):
         try:
             value = parse_json(str(value))

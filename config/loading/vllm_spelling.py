@@ -1,4 +1,4 @@
-"""Spellings of vLLM: short forms, dotted flags, abbreviations, values of switches."""
+"""vLLM's spellings of flags: short forms, dotted flags, abbreviations, values of switches."""
 
 import json
 import re
@@ -13,9 +13,9 @@ from config.loading.values import UNITS
 from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence
 
 MAX_DOTS = 16
-"""Dots of a dotted flag: --speculative-config.method has one."""
+"""Maximum number of dots in a dotted flag; --speculative-config.method has one dot."""
 MAX_SHOWN = 4
-"""Flags that the error of an ambiguous abbreviation names."""
+"""Maximum number of flags that the error of an ambiguous abbreviation names."""
 _SHORT = re.compile(r"(-[a-zA-Z-]+)((?:[=.].*)?)$", re.DOTALL)
 _DOTTED = re.compile(r"(--[a-zA-Z][\w-]*)\.([^=]+?)(\+?)(?:=(.*))?$", re.DOTALL)
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])$")
@@ -27,7 +27,7 @@ class Spelled(NamedTuple):
 
     words: list[str]
     notes: list[str]
-    """What an operator should know: each abbreviation, and the flag that it stands for."""
+    """Notes for the operator: each abbreviation with the full flag."""
 
 
 def respelled(words: Iterable[str], known: Collection[str]) -> Spelled:
@@ -55,8 +55,7 @@ def with_dashes(word: str) -> str:
 
 
 def abbreviated(name: str, known: Collection[str]) -> list[str]:
-    """The flags that `name` may be the beginning of, one name for each setting; none for a whole
-    name."""
+    """Flags that `name` may abbreviate, a single name for each setting; empty for a full name."""
     if not re.match(r"--[a-z]", name) or name in known or absence(name):
         return []
     meant: dict[object, str] = {}
@@ -67,7 +66,7 @@ def abbreviated(name: str, known: Collection[str]) -> list[str]:
 
 
 def ambiguity(name: str, known: Collection[str]) -> str:
-    """`; it may be ...` for an abbreviation of several flags, else nothing."""
+    """`; it may be ...` for an ambiguous abbreviation, else empty."""
     meant = sorted(abbreviated(name, known))
     return f"; it may be {', '.join(meant)}" if 1 < len(meant) <= MAX_SHOWN else ""
 
@@ -76,7 +75,7 @@ _SETTINGS = {name: (flag.key, flag.all_switches.get(name)) for flag in FLAGS for
 
 
 def _meaning(flag: str) -> object:
-    """The same for two names of one setting."""
+    """A key that is equal for two names of the same setting."""
     name = flag.lstrip("-")
     if name.startswith("no-") and name[3:] in _SETTINGS:
         key, states = _SETTINGS[name[3:]]
@@ -85,7 +84,7 @@ def _meaning(flag: str) -> object:
 
 
 def _long_form(word: str) -> str:
-    # Like a compiler's, -O may have its value directly behind it.
+    # -O may be followed directly by its value, as in a compiler.
     match = _SHORT.match(re.sub(r"^-O(?=\d)", "-O=", word))
     if match is None or match[1] not in SHORT_FORMS:
         return word
@@ -93,8 +92,8 @@ def _long_form(word: str) -> str:
 
 
 def _with_objects(words: Iterable[str]) -> list[str]:
-    """`words`, with the dotted flags of one name as one flag with a JSON object behind the others:
-    --a.b.c 1 is --a '{"b": {"c": 1}}', --a.b+ 1,2 is --a '{"b": ["1", "2"]}'."""
+    """`words` with dotted flags of the same name merged into a flag with a JSON object, placed at
+    the end: --a.b.c 1 becomes --a '{"b": {"c": 1}}', --a.b+ 1,2 becomes --a '{"b": ["1", "2"]}'."""
     rest = deque(words)
     plain: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
@@ -119,7 +118,7 @@ def _with_objects(words: Iterable[str]) -> list[str]:
 
 
 def with_objects_of_dots(content: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    """The entries of a file, the keys with dots of one name as one object at the end."""
+    """The entries of a file, with dotted keys of the same name merged into an object at the end."""
     plain: list[tuple[Any, Any]] = []
     objects: dict[str, dict[str, Any]] = {}
     for key, value in content.items():
@@ -149,7 +148,7 @@ def set_entry(target: dict[str, Any], keys: list[str], value: Any) -> None:
 
 
 def _value(word: str) -> Any:
-    """JSON, else a number with a unit (80g), else text."""
+    """JSON if it parses, else a number with a unit (80g), else text."""
     try:
         return parse_json(word)
     except ValueError:
@@ -158,8 +157,8 @@ def _value(word: str) -> Any:
 
 
 def _with_plain_switches(words: Iterable[str]) -> Iterator[str]:
-    """`words` without the values that vLLM allows behind a switch, and without `--no-` flags of
-    what is not in this version."""
+    """`words` without the values that vLLM allows after switches, and without `--no-` flags of
+    unsupported features."""
     rest = deque(words)
     while rest:
         word = rest.popleft()
@@ -169,6 +168,6 @@ def _with_plain_switches(words: Iterable[str]) -> Iterator[str]:
             if not equals and rest and rest[0].lower() in _SWITCHES:
                 value = rest.popleft()
             word = _SWITCHES.get(value.lower(), word).replace("NAME", name[2:])
-        # --no-enable-lora asks for nothing.
+        # --no-enable-lora requests nothing.
         if not (word.startswith("--no-") and absence(word)):
             yield word

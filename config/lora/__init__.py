@@ -1,2 +1,2 @@
-"""LoRA adapters as facts: what a PEFT folder says, and whether it fits the base model. Reads
+"""LoRA adapters as facts: the contents of a PEFT folder, and whether they fit the base model. Reads
 headers, no weights; imports no torch."""

@@ -26,15 +26,15 @@ logger = logging.getLogger(__name__)
 PICKLE_FILE = "adapter_model.bin"
 NEW_TOKENS_FILE = "new_embeddings.safetensors"
 FILES = (CONFIG_FILE, WEIGHTS_FILE, NEW_TOKENS_FILE)
-"""All that is read of an adapter's folder, or looked for."""
+"""All files of an adapter's folder that are read or checked for existence."""
 
 MAX_VALUE = 65504.0
 """Largest absolute value of a weight, times the scale for the second matrix: the largest number of
 float16, so that no serving dtype overflows. Weights of trained adapters are below 100."""
 
 MAX_TENSORS_PER_MODULE = 4
-"""Tensors of an adapter for each module of the base model: two matrices, and the base's own weight
-and bias beside them."""
+"""Maximum tensors of an adapter per module of the base model: two matrices, and the base's own
+weight and bias."""
 
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B)")
@@ -51,24 +51,24 @@ class ExpertPart(NamedTuple):
     expert: int
     num_experts: int
     first_row: int
-    """The first row of the module's outputs."""
+    """First row of the module's outputs."""
     is_grouped: bool = False
-    """The rank is the faster index of the second matrix."""
+    """Whether the rank is the faster index of the second matrix."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterModule:
-    """The two matrices of one module: y += scale * (x A^T) B^T."""
+    """The two LoRA matrices of a module: y += scale * (x A^T) B^T."""
 
     base: BaseModule
     rank: int
     scale: float
     a: StoredTensor
-    """(rank, in); of an embedding (rank, tokens)."""
+    """(rank, in); for an embedding (rank, tokens)."""
     b: StoredTensor
     """(out, rank)"""
     part: ExpertPart | None = None
-    """The part of `a` and `b` that the module has, if they hold all experts of a layer."""
+    """The expert's part of `a` and `b`, if they hold all experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +82,19 @@ class BaseTensor:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What a folder or a GGUF file holds."""
+    """Contents of an adapter folder or GGUF file."""
 
     folder: AdapterFolder
     config_file: str
-    """What errors call the file of the settings."""
+    """Name of the settings file in errors."""
     file: str
-    """What errors call the file of the weights."""
+    """Name of the weights file in errors."""
     modules: tuple[AdapterModule, ...]
     base_tensors: tuple[BaseTensor, ...] = ()
 
     @property
     def rank(self) -> int:
-        """The largest one."""
+        """Largest rank of a module."""
         return max(module.rank for module in self.modules)
 
     @property
@@ -105,7 +105,7 @@ class Adapter:
 
     @property
     def extra_targets(self) -> tuple[str, ...]:
-        """The EXTRA_TARGETS that it has weights for."""
+        """The EXTRA_TARGETS for which the adapter has weights."""
         kinds = {module.base.kind for module in self.modules}
         return tuple(kind for kind in EXTRA_TARGETS if kind in kinds)
 
@@ -115,7 +115,7 @@ class LoadedAdapter(NamedTuple):
 
     adapter: Adapter
     content: str
-    """SHA-256 of its files, as hexadecimal digits."""
+    """SHA-256 of the adapter's files, as hexadecimal digits."""
     data: bytearray
     """The bytes of the weights file; empty unless they were kept."""
 
@@ -136,8 +136,8 @@ class LoadedAdapter(NamedTuple):
 
 
 def read_adapter(folder: AdapterFolder, base: BaseModules) -> Adapter:
-    """The adapter in `folder`, by its config and the header of its weights. Raises ConfigError, in
-    one sentence, for whatever does not fit the model or is not understood."""
+    """The adapter in `folder`, from its config and the header of its weights. Raises ConfigError,
+    in a single sentence, if the adapter does not fit the model or is not supported."""
     opened = _opened_gguf if folder.is_file else _opened_peft
     with opened(folder, base) as (adapter, _, _):
         return adapter
@@ -151,7 +151,7 @@ def load_adapter(
     *,
     keeps_bytes: bool = False,
 ) -> LoadedAdapter:
-    """Like read_adapter, with the limits of the server and all values checked. Reads each file
+    """Like read_adapter, but also checks the server's limits and all values. Reads each file
     once."""
     opened = _opened_gguf if folder.is_file else _opened_peft
     with opened(folder, base) as (adapter, config, weights):
@@ -210,13 +210,13 @@ def _opened_peft(folder: AdapterFolder, base: BaseModules) -> Opened:
 
 
 Pairs = dict[str, dict[str, StoredTensor]]
-"""The tensors of modules, by the names of the modules and the ends of their own names."""
+"""Module name -> tensors by the suffix of their name."""
 
 
 def _sorted(
     weights: OpenWeights, file: str, base: BaseModules
 ) -> tuple[Pairs, tuple[BaseTensor, ...]]:
-    """The low-rank matrices, and the tensors of the base model beside them."""
+    """The low-rank matrices, and the base model tensors that the file also has."""
     pairs: Pairs = {}
     base_tensors = []
     for tensor in weights.tensors:
@@ -308,7 +308,7 @@ def _check_value(adapter: Adapter, tensor: StoredTensor, largest: float, scale: 
 def _modules_of(
     name: str, pair: Mapping[str, StoredTensor], file: str, config: PeftConfig, base: BaseModules
 ) -> Iterator[AdapterModule]:
-    """The modules whose matrices the file has under `name`."""
+    """The modules whose matrices the file stores under `name`."""
     stack = base.find_experts(name.removesuffix(".base_layer"))
     if stack is not None:
         yield from _experts(name, pair, stack, file, config)
@@ -414,7 +414,7 @@ def _report_targets(config: PeftConfig, found: Iterable[str]) -> None:
 
 
 def _check_limits(adapter: Adapter, max_rank: int, extra_targets: tuple[str, ...]) -> None:
-    """Raise ConfigError for an adapter beyond what the server has reserved."""
+    """Raise ConfigError for an adapter that exceeds the server's limits."""
     if adapter.rank > max_rank:
         raise ConfigError(
             f"{adapter.config_file} has rank {adapter.rank}, --max-lora-rank is {max_rank}"

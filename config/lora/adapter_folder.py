@@ -1,5 +1,5 @@
 """AdapterFolder: opens the files of an adapter, and names them in errors. OpenWeights: the weights
-file, read once: its header, its values and its hash are of the same bytes."""
+file, read once, so that header, values and hash come from the same bytes."""
 
 import hashlib
 import math
@@ -30,7 +30,7 @@ MAX_HEADER_BYTES = 16 * 2**20
 """Parsed under Python's lock, in about 40 ms. 90,000 tensors have 15 MB."""
 
 MAX_NAME_CHARACTERS = 1024
-"""Of a tensor."""
+"""Maximum length of a tensor's name."""
 
 _CHUNK_BYTES = 2**20
 _LENGTH_BYTES = 8
@@ -50,18 +50,18 @@ class AdapterFolder:
 
     path: str
     root: str = ""
-    """Below it are the files that may be read, links followed; without links itself. Empty: files
-    may be anywhere, because an operator gave the folder."""
+    """Folder below which files may be read, with symlinks resolved; the path itself has no
+    symlinks. Empty: files may be anywhere, because an operator gave the folder."""
     label: str = ""
-    """What its user calls the folder, for errors; empty: its path."""
+    """Name of the folder in errors, as its user wrote it; empty: its path."""
 
     @property
     def name(self) -> str:
-        """What errors call the folder."""
+        """Name of the folder in errors."""
         return self.label or self.path
 
     def file(self, name: str) -> str:
-        """What errors call a file of the folder."""
+        """Name of a file of the folder in errors."""
         return f"{self.name}/{name}" if name else self.name
 
     def has(self, name: str) -> bool:
@@ -74,8 +74,8 @@ class AdapterFolder:
 
     @contextmanager
     def open(self, name: str) -> Iterator[FileIO]:
-        """A file of the folder; without a name the adapter's own file. ConfigError if it is not
-        there, or leads out of `root`."""
+        """A file of the folder; without a name the adapter's own file. Raises ConfigError if it is
+        not there, or leads out of `root`."""
         try:
             descriptor = os.open(os.path.join(self.path, name) if name else self.path, _FLAGS)
         except (OSError, ValueError) as error:
@@ -176,9 +176,9 @@ class OpenWeights:
     def read(
         self, config: bytes, *, keeps_bytes: bool
     ) -> tuple[str, bytearray, dict[StoredTensor, float]]:
-        """The hash of the config's bytes and the file, as hexadecimal digits; the bytes of the
-        file, if they are to be kept; and the largest absolute value of each tensor, infinite if it
-        holds one that is not finite. Raises ConfigError."""
+        """(hash, bytes, magnitudes): the SHA-256 of the config's bytes and the file, as hexadecimal
+        digits; the bytes of the file, if `keeps_bytes`; the largest absolute value of each tensor,
+        infinite if the tensor holds a value that is not finite. Raises ConfigError."""
         digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
         digest.update(self.num_bytes.to_bytes(8, "little") + self._header)
         data = bytearray(self.num_bytes if keeps_bytes else 0)

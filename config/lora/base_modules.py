@@ -15,40 +15,40 @@ from config.params.lora import EMBEDDING, EXPERTS, HEAD
 
 _WEIGHT = ".weight"
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-"""Parameters of all experts of a layer in transformers."""
+"""Parameters of transformers that stack all experts of a layer."""
 _ROUTER = ".gate.weight"
 _GATES = (_ROUTER, ".shared_expert_gate.weight")
-"""Ends of the parameters of routers, and of gates of shared experts."""
+"""Suffixes of the parameters of routers and of shared experts' gates."""
 _ROUTER_NAMES = re.compile(r".+\.(?:gate|router)")
 """Paths of routers in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModule:
-    """A module of the checkpoint."""
+    """A module of the base model's checkpoint."""
 
     name: str
-    """Its path in the checkpoint, as WeightMap.map_name gives it."""
+    """Path in the checkpoint, as WeightMap.map_name returns it."""
     in_features: int
     out_features: int
-    """Of an embedding: tokens, and the size of a vector."""
+    """Size of the output. For an embedding, `in_features` is the vocabulary size and `out_features`
+    the hidden size."""
     spec: WeightSpec
-    """Of its weight."""
+    """Spec of the module's weight."""
     kind: str = ""
     """One of EXTRA_TARGETS; empty: a linear layer."""
     refusal: str = ""
-    """Why it takes no adapter."""
+    """Why the module takes no adapter; empty: it takes adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
-    """The routed experts of a layer, in parameters that hold all of them, as transformers does."""
+    """The routed experts of a layer as transformers stacks them in parameters."""
 
     parameters: dict[str, list[list[BaseModule]]] = field(
         default_factory=lambda: {GATE_UP: [], DOWN: []}
     )
-    """By the name of the parameter, in the order of its module: the products whose weights it holds
-    behind each other, each with its experts."""
+    """Parameter name -> its projections in order, each with its experts."""
 
     @property
     def num_experts(self) -> int:
@@ -86,7 +86,7 @@ class BaseModules:
         self.weight_map: WeightMap = weight_map
         self._modules: dict[str, BaseModule] = {}
         self.expert_stacks: dict[str, ExpertStack] = {}
-        """By the path of the layer in the checkpoint."""
+        """Path of the layer in the checkpoint -> its experts."""
         self._routers: dict[str, BaseModule] = {}
         self._layer = re.compile(re.escape(weight_map.layer_prefix) + r"[0-9]+(?=\.)")
         self.tensors = BaseTensors(Path(facts.path), weight_map)
@@ -104,7 +104,7 @@ class BaseModules:
 
     @property
     def modules(self) -> Mapping[str, BaseModule]:
-        """By name."""
+        """Modules by name."""
         return self._modules
 
     def find(self, name: str) -> BaseModule | None:
@@ -129,25 +129,25 @@ class BaseModules:
         return self.weight_map.map_name(name + _WEIGHT).removesuffix(_WEIGHT)
 
     def _add_tied_head(self) -> None:
-        """A head with the weights of the embedding, which the checkpoint does not have."""
+        """Add a head that shares the embedding's weights, since the checkpoint has no head."""
         tables = [one for one in self._modules.values() if one.kind == EMBEDDING]
         for table in tables[:1]:
             spec = table.spec._replace(name="lm_head.weight", parameter="lm_head.weight")
-            # Of an embedding, `in_features` are tokens.
+            # `in_features` of an embedding is the vocabulary size.
             sizes = (table.out_features, table.in_features)
             self._modules["lm_head"] = BaseModule("lm_head", *sizes, spec, HEAD)
             self.tensors.aliases[spec.name] = table.spec.name
 
 
 def _is_of_experts(spec: WeightSpec) -> bool:
-    """Whether it holds weights of routed experts, and not scales or biases."""
+    """Whether `spec` holds weights of routed experts, as opposed to scales or biases."""
     is_weight = spec.parameter.endswith((".w13_weight", ".w2_weight"))
     is_values = spec.part is None or spec.part.role == "values"
     return is_weight and is_values and spec.mxfp4 != "scales"
 
 
 def _of_stack(spec: WeightSpec, expert: int, count: int) -> BaseModule:
-    """The module of an expert whose weight is in the tensor of all experts."""
+    """The module of an expert whose weight is part of the stacked tensor."""
     rows, columns = spec.shape[1], spec.shape[2]
     if spec.transposed:
         rows, columns = columns, rows
@@ -183,7 +183,7 @@ def module_of(spec: WeightSpec) -> BaseModule | None:
     out_features, in_features = spec.shape[::-1] if spec.transposed else spec.shape
     kind = refusal = ""
     if parameter.endswith("embed_tokens.weight"):
-        # The table is (tokens, size).
+        # The embedding table is (tokens, size).
         return BaseModule(name[: -len(_WEIGHT)], out_features, in_features, spec, EMBEDDING)
     if "embed" in parameter:
         refusal = "of embeddings only those of a decoder's tokens take an adapter"

@@ -1,4 +1,4 @@
-"""BaseTensors: where the checkpoint of a base model stores its tensors."""
+"""BaseTensors: finds the tensors of a base model in its checkpoint files."""
 
 from functools import cached_property
 from pathlib import Path
@@ -27,8 +27,8 @@ class BaseTensors:
         """Names of tensors that the checkpoint stores under other names."""
 
     def find(self, name: str) -> Place | None:
-        """The tensor called `name` by WeightMap.map_name; None if the checkpoint has no tensor of
-        floating-point numbers with this name."""
+        """Place of the tensor called `name` by WeightMap.map_name; None if the checkpoint has no
+        tensor of floating-point numbers with this name."""
         return self._places.get(name) or self._places.get(self.aliases.get(name, ""))
 
     @cached_property
@@ -36,7 +36,7 @@ class BaseTensors:
         try:
             files = weight_files(self._folder)
         except ConfigError:
-            # A GGUF file.
+            # The base model is a GGUF file.
             return {}
         return {
             self._weight_map.map_name(tensor.name): Place(file, tensor)

@@ -1,5 +1,5 @@
-"""The adapters of --lora-modules and --default-mm-loras: where they are, and what a server must
-reserve for them."""
+"""Adapters of --lora-modules and --default-mm-loras: their folders, and what a server must reserve
+for them."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from config.lora.base_modules import BaseModules
 from config.params.lora import AUTO, EXTRA_TARGETS, LoRAConfig, NamedAdapter
 
 IMAGE_ADAPTER = "vision-lora"
-"""Folder of a checkpoint with an adapter that its text model has for images, as that of
+"""Folder of the image adapter in a checkpoint whose text model has such an adapter, as in
 Phi-4-multimodal."""
 
 
 def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:
-    """The folder of the checkpoint's adapter for images, if requests with images do not have it
-    unasked."""
+    """Folder of the checkpoint's image adapter, if requests with images do not use it by
+    default."""
     folder = Path(checkpoint, IMAGE_ADAPTER)
     if config.default_mm_loras or not (folder / CONFIG_FILE).is_file():
         return None
@@ -27,7 +27,7 @@ def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:
 def configured_adapters(
     config: LoRAConfig, download_dir: str | None = None
 ) -> tuple[NamedAdapter, ...]:
-    """The adapters of the two flags with their folders; those of the hub are downloaded to
+    """The adapters of the two flags with their folders. Adapters on the hub are downloaded to
     `download_dir` (None: the hub's own cache). Raises ConfigError."""
     return tuple(
         adapter._replace(path=str(_folder(adapter, download_dir)), label=adapter.path)
@@ -49,7 +49,7 @@ def _folder(adapter: NamedAdapter, download_dir: str | None) -> Path:
 def extra_targets(
     config: LoRAConfig, base: BaseModules, download_dir: str | None = None
 ) -> tuple[str, ...]:
-    """The EXTRA_TARGETS that adapters may have weights for. `download_dir`: as in
+    """The EXTRA_TARGETS that configured adapters may have weights for. `download_dir`: as in
     configured_adapters. Raises ConfigError."""
     asked = config.lora_extra_targets
     if AUTO not in asked:

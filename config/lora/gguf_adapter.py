@@ -1,5 +1,5 @@
-"""LoRA adapters in GGUF files, as llama.cpp's convert_lora_to_gguf.py writes them: the matrices of
-the base model's modules, in the order that the checkpoint has."""
+"""LoRA adapters in GGUF files, as llama.cpp's convert_lora_to_gguf.py writes them. Reads the
+matrices in the order of the base model's checkpoint."""
 
 import os
 import re
@@ -29,14 +29,14 @@ Matrices = tuple[Array, Array]
 
 MAX_FILE_BYTES = 4 * 2**30
 MAX_NUMBERS = 2**31
-"""Numbers of all matrices, which take 4 bytes each."""
+"""Maximum number of elements of all matrices; each takes 4 bytes."""
 MAX_METADATA_BYTES = 16 * 2**20
 """Parsed under Python's lock. An adapter has about 20 keys, and 100 bytes for each tensor."""
 
 _TABLE = "token_embd.weight"
 _EXPERTS = re.compile(r"blk\.[0-9]{1,9}\.ffn_[a-z_]+_exps\.weight")
 _PRODUCTS = {GATE_UP: ("gate", "up"), DOWN: ("down",)}
-"""What files call the products of experts whose weights a parameter of ExpertStack holds."""
+"""Parameter of ExpertStack -> names that files use for its expert projections."""
 _ENDS = (".lora_a", ".lora_b")
 
 
@@ -45,7 +45,7 @@ class GgufPair(NamedTuple):
 
     base: BaseModule
     name: str
-    """What errors call the tensor of the file that the matrices change."""
+    """Name of the file's tensor that the matrices change, for errors."""
     a: Array
     """(rank, in); of an embedding (rank, tokens)."""
     b: Array
@@ -53,13 +53,13 @@ class GgufPair(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Names of the two matrices, which no other pair of the adapter has."""
+        """Names of the two matrices, which are unique in the adapter."""
         return f"{self.name}.lora_a", f"{self.name}.lora_b"
 
 
 def read_gguf_adapter(data: bytearray, file: str, base: BaseModules) -> tuple[GgufPair, ...]:
-    """The adapter in the bytes of `file`, as errors call it. Raises ConfigError for what does not
-    fit the base model."""
+    """Read the adapter in the bytes of `file`, whose name is used in errors. Raises ConfigError for
+    content that does not fit the base model."""
     opened = parse_gguf(np.frombuffer(data, np.uint8), Path(file), MAX_METADATA_BYTES)
     alpha = _checked_alpha(opened, file, base)
     pairs = {name: _scaled(pair, alpha) for name, pair in _pairs(opened, file).items()}
@@ -94,7 +94,7 @@ def written(pairs: Sequence[GgufPair]) -> Iterator[FileIO]:
 
 
 def _scaled(pair: Matrices, alpha: float) -> Matrices:
-    """`pair` with the second matrix times alpha / rank; as it is without alpha."""
+    """`pair` with the second matrix times alpha / rank; unchanged if alpha is 0."""
     a, b = pair
     return a, b * np.float32(alpha / a.shape[-2]) if alpha else b
 
@@ -111,8 +111,8 @@ def _check_shapes(pair: GgufPair, file: str) -> None:
 
 
 def _checked_alpha(opened: GgufFile, file: str, base: BaseModules) -> float:
-    """`adapter.lora.alpha`; 0 without it. ConfigError for a file that holds something else than a
-    LoRA adapter of the base model."""
+    """`adapter.lora.alpha`; 0 if absent. Raises ConfigError for a file that does not hold a LoRA
+    adapter of the base model."""
     kind = opened.value("general.type", str)
     if kind != "adapter":
         raise ConfigError(f"{file} has general.type {shown(kind)}, an adapter has 'adapter'")
@@ -135,8 +135,8 @@ def _checked_alpha(opened: GgufFile, file: str, base: BaseModules) -> float:
 
 
 def _pairs(opened: GgufFile, file: str) -> dict[str, Matrices]:
-    """The matrices by the names of the tensors that they change; of stacked experts with a further
-    dimension in front."""
+    """Name of the changed tensor -> its matrices. Matrices of stacked experts have a further
+    leading dimension."""
     count = sum(tensor.n_elements for tensor in opened.tensors.values())
     if count > MAX_NUMBERS:
         raise ConfigError(f"{file} has {count} numbers, at most {MAX_NUMBERS} are read")
@@ -179,7 +179,7 @@ def _numbers(tensor: GgufTensor, name: str, file: str) -> Array:
     if tensor.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
         return tensor.data.astype(np.float32)
     try:
-        # What is not finite is found when the values are checked.
+        # Values that are not finite are found later, when all values are checked.
         with np.errstate(over="ignore", invalid="ignore"):
             values = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
@@ -192,13 +192,13 @@ def _numbers(tensor: GgufTensor, name: str, file: str) -> Array:
 def _modules(
     pairs: Mapping[str, Matrices], opened: GgufFile, base: BaseModules, used: set[str]
 ) -> Iterator[GgufPair]:
-    """The linear layers and the embedding. Adds names of tensors to `used`."""
+    """Pairs of the linear layers and the embedding. Adds names of tensors to `used`."""
     sources = WeightSources(_products(pairs, opened), base.facts, base.weight_map)
     for module in base.modules.values():
         spec = module.spec
         if spec.expert is not None or spec.num_experts is not None:
             continue
-        # The name of an unquantized weight, which files have.
+        # Files use the names of unquantized weights.
         spec = spec._replace(name=f"{module.name}.weight", part=None, scheme=None)
         try:
             parts = sources.parts(spec)
@@ -214,7 +214,7 @@ def _modules(
 
 
 def _products(pairs: Mapping[str, Matrices], opened: GgufFile) -> GgufFile:
-    """A file with the shapes, and no data, of the products of the matrices."""
+    """A file without data that has the shapes of the matrices' products."""
     nothing: Array = np.empty(0, np.float32)
     tensors = {}
     for name, (a, b) in pairs.items():
@@ -227,7 +227,7 @@ def _matrices(part: Part, pairs: Mapping[str, Matrices], opened: GgufFile) -> Ma
     """The matrices of a part of a weight."""
     found = [_rows(source, pairs) for source in part.sources]
     if part.combine in (None, np.transpose):
-        # The first matrix has the inputs, however the checkpoint stores the weight.
+        # The first matrix holds the inputs, however the checkpoint stores the weight.
         return found[0]
     if isinstance(part.combine, Rows):
         a, b = _joined(found)
@@ -244,8 +244,8 @@ def _rows(source: Source, pairs: Mapping[str, Matrices]) -> Matrices:
 
 
 def _joined(parts: list[Matrices]) -> Matrices:
-    """The matrices of outputs that lie behind each other. Outputs that share the first matrix keep
-    their rank; other outputs have ranks of their own, whose sum the result has."""
+    """The matrices of concatenated outputs. Outputs that share the first matrix keep their rank;
+    otherwise the result's rank is the sum of the ranks."""
     first = parts[0][0]
     if all(np.array_equal(a, first) for a, _ in parts):
         return first, np.concatenate([b for _, b in parts])
@@ -261,7 +261,7 @@ def _joined(parts: list[Matrices]) -> Matrices:
 def _experts(
     pairs: Mapping[str, Matrices], file: str, base: BaseModules, used: set[str]
 ) -> Iterator[GgufPair]:
-    """The routed experts. Adds names of tensors to `used`."""
+    """Pairs of the routed experts. Adds names of tensors to `used`."""
     for layer, stack in base.expert_stacks.items():
         number = int(layer.removeprefix(base.weight_map.layer_prefix))
         for kinds, modules in _products_of(stack):
@@ -278,14 +278,14 @@ def _experts(
                 matrices = [_expert(name, there, expert, pairs) for name in names]
                 a, b = _joined(matrices)
                 if len(names) > 1 and not module.spec.output_sizes:
-                    # Rows of both products in turns.
+                    # Rows of gate and up alternate.
                     b = b.reshape(len(names), -1, b.shape[-1]).swapaxes(0, 1).reshape(b.shape)
                 yield GgufPair(module, f"{there[0]}[{expert}]", a, b)
 
 
 def _products_of(stack: ExpertStack) -> Iterator[tuple[tuple[str, ...], list[BaseModule]]]:
-    """The experts of each product of a layer, with what files call the products. A checkpoint may
-    have a single product for gate and up."""
+    """The experts of each projection of a layer, with the projection names in files. A checkpoint
+    may merge gate and up."""
     for parameter, kinds in _PRODUCTS.items():
         products = stack.parameters[parameter]
         if len(products) < len(kinds):
@@ -298,7 +298,7 @@ def _products_of(stack: ExpertStack) -> Iterator[tuple[tuple[str, ...], list[Bas
 def _expert(
     name: str, there: Sequence[str], expert: int, pairs: Mapping[str, Matrices]
 ) -> Matrices:
-    """The matrices of an expert; zero for a product that is not `there`."""
+    """The matrices of an expert; zero for a projection that is not `there`."""
     a, b = pairs[name if name in there else there[0]]
     return a[expert], b[expert] if name in there else np.zeros_like(b[expert])
 

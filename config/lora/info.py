@@ -1,4 +1,4 @@
-"""LoRAInfo: an adapter that is served, as processes without its weights know it."""
+"""LoRAInfo: a served adapter, for processes that do not hold its weights."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,14 @@ from config.params.lora import NamedAdapter
 
 
 class LoRAInfo(NamedTuple):
-    """An adapter that is served."""
+    """A served adapter."""
 
     name: str
     path: str
     content: str
-    """Hash of its files: the same for two names of the same adapter."""
+    """Hash of the adapter's files; equal for two names of the same adapter."""
     rank: int
-    """Its largest one."""
+    """Largest rank of the adapter."""
     num_bytes: int
     parent: str | None = None
     """Name of the base model as its owner gave it; None: the served model's."""
@@ -22,9 +22,9 @@ class LoRAInfo(NamedTuple):
     root: str = ""
     """AdapterFolder.root."""
     source: str = ""
-    """Its folder as its user wrote it, which clients may see."""
+    """Folder of the adapter as its user wrote it, which clients may see."""
 
     @property
     def named(self) -> NamedAdapter:
-        """What loads it again."""
+        """The NamedAdapter that loads the adapter again."""
         return NamedAdapter(self.name, self.path, self.parent, self.kind, self.root, self.source)

@@ -1,5 +1,5 @@
-"""PeftConfig: what the adapter_config.json of a LoRA adapter says. Everything that would change
-the output and is not understood is refused."""
+"""PeftConfig: the adapter_config.json of a LoRA adapter. Settings that would change the output and
+are not supported are refused."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value", int, float)
 
 MAX_TARGETS = 65_536
-"""Names in target_modules, and in target_parameters."""
+"""Maximum number of names in target_modules and in target_parameters."""
 ALL_LINEAR = "all-linear"
 
 RANK_MAJOR, GROUPED = "rank_major", "grouped_by_expert"
@@ -25,32 +25,32 @@ RANK_MAJOR, GROUPED = "rank_major", "grouped_by_expert"
 them, or a block of columns for each expert."""
 STACKED_PARAMETERS = ("gate_up_proj", "down_proj")
 _LAYOUT, _LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
-"""Unsloth's fields of the order: for all parameters, and for each parameter."""
+"""Unsloth's fields for the column order: for all parameters together, and for each parameter."""
 
-# What training was like, and what says nothing about the weights.
+# Fields about the training, which have no effect on the weights.
 _INFORMATION = frozenset(
     (
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "lora_dropout", "megatron_core", "qalora_group_size", "loftq_config"),
         *("eva_config", "corda_config", "lora_ga_config", "runtime_config", "target_modules", "r"),
         *("lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "peft_type"),
-        # Conv1D layers have the same low-rank weights as linear layers.
+        # Conv1D layers and linear layers have the same low-rank weights.
         "fan_in_fan_out",
         *("exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
         *("target_parameters", "ensure_weight_tying", _LAYOUT, _LAYOUTS),
-        # Learning rates and the dtype of ms-swift's training.
+        # Learning rates, and ms-swift's training dtype.
         *("lorap_lr_ratio", "lorap_emb_lr", "lora_dtype"),
     )
 )
-# Initialisations that leave the weights of the base as they are.
+# Initializations that leave the base weights unchanged.
 _PLAIN_INITS = (
     *(True, False, None, "true", "false", "gaussian", "orthogonal", "eva", "lora_ga", "mica"),
 )
 
 
 class Pattern(Generic[Value]):
-    """Values of modules, by regular expressions for the ends of their paths. The first one that
-    matches counts, as in get_pattern_key of peft.utils.other."""
+    """Per-module values, selected by regular expressions that match the end of a module's path. The
+    first match counts, as in get_pattern_key of peft.utils.other."""
 
     def __init__(self, values: Mapping[str, Value], where: str) -> None:
         """Raises Unsupported and ConfigError."""
@@ -64,34 +64,36 @@ class Pattern(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The fields that say what the weights mean."""
+    """Fields of adapter_config.json that determine what the weights mean."""
 
     file: str
-    """What errors call the file."""
+    """Name of the file in errors."""
     rank: int
     alpha: float
     uses_rslora: bool
     targets: frozenset[str] | Expressions | None
-    """Names of modules, or the ends of their paths; or one regular expression for whole paths.
-    None: all modules that the adapter has weights for."""
+    """Names of modules or the ends of their paths, or a regular expression for whole paths. None:
+    all modules that the adapter has weights for."""
     ranks: Pattern[int] | None
-    """None: the shapes of the weights tell the ranks, since an expression is not supported."""
+    """Rank per module; None: ranks come from the weights' shapes, since an expression is not
+    supported by RE2."""
     alphas: Pattern[float]
     parameters: frozenset[str] = frozenset()
     """Names of parameters that stack experts, or the ends of their paths."""
     grouped: frozenset[str] = frozenset()
     """Parameters that stack experts whose columns of lora_B are GROUPED."""
     ties_weights: bool = False
-    """The head has weights where the embedding that it is tied to has them."""
+    """Whether the head gets the weights of the embedding that it is tied to."""
 
     @classmethod
     def read(cls, folder: AdapterFolder) -> "PeftConfig":
-        """Raises ConfigError, with the file, for what cannot be served."""
+        """Read the config of the adapter in `folder`. Raises ConfigError, with the file, for
+        settings that cannot be served."""
         return cls.of(folder.read_config()[1], folder.file(CONFIG_FILE))
 
     @classmethod
     def of(cls, fields: Json, file: str) -> "PeftConfig":
-        """The config in the JSON object of `file`. Raises ConfigError as `read`."""
+        """The config in the JSON object `fields` of `file`. Raises ConfigError like `read`."""
         _check(file, fields)
         parameters = _parameters(file, fields.get("target_parameters"))
         targets = (
@@ -115,12 +117,12 @@ class PeftConfig:
         )
 
     def rank_of(self, module: str, stored: int) -> int:
-        """Of the adapter of `module`, a path in the base model. `stored`: the rank that its weights
-        have."""
+        """Rank of the adapter of `module`, a path in the base model. `stored`: the rank of its
+        weights in the file."""
         return stored if self.ranks is None else self.ranks.value_of(module, self.rank)
 
     def scale_of(self, module: str, rank: int) -> float:
-        """What its product is multiplied by: alpha / r, or alpha / sqrt(r) (arXiv 2312.03732)."""
+        """Factor of the low-rank product: alpha / r, or alpha / sqrt(r) (arXiv 2312.03732)."""
         alpha = self.alphas.value_of(module, self.alpha)
         return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
 
@@ -138,7 +140,7 @@ class PeftConfig:
 
 
 def path_ends(module: str) -> list[str]:
-    """The path of a module, and what is behind each of its dots."""
+    """The path of a module, and its suffix after each dot."""
     parts = module.split(".")
     return [".".join(parts[first:]) for first in range(len(parts))]
 
@@ -196,7 +198,7 @@ def _targets(file: str, value: Any) -> frozenset[str] | Expressions | None:
         try:
             return Expressions((value,), f"target_modules of {file}", FULL)
         except Unsupported as error:
-            # PEFT stores weights of the modules that it names, and of no other ones.
+            # PEFT stores weights only for the modules that it names.
             logger.warning("%s; the adapter's weights tell its modules", error)
             return None
     if isinstance(value, list) and value:
@@ -211,7 +213,7 @@ def _parameters(file: str, value: Any) -> frozenset[str]:
 
 
 def _grouped(file: str, fields: Json) -> frozenset[str]:
-    """PeftConfig.grouped. Unsloth before release 2026.9.6 groups columns and has no field that says
+    """PeftConfig.grouped. Unsloth before release 2026.9.6 groups columns without a field that says
     so."""
     mapping = fields.get("auto_mapping")
     mapping = mapping if isinstance(mapping, dict) else {}

@@ -1,7 +1,4 @@
-"""Registry of the decoder architectures: what the families of config/model/families/ declare.
-
-It imports no torch.
-"""
+"""Registry of decoder architectures, collected from config/model/families/. Imports no torch."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -53,14 +50,14 @@ ARCHITECTURES: Mapping[str, Family] = {
 
 
 def is_native(config: ModelConfig, model_impl: str = AUTO) -> bool:
-    """Whether the generating model of `config` is built in, or to be refused by `decoder_spec`;
-    otherwise transformers' code is run."""
+    """Whether the generating model of `config` is handled by `decoder_spec`, which also refuses
+    unsupported architectures; otherwise transformers' code runs it."""
     return model_impl == NATIVE or (model_impl == AUTO and config.architecture in ARCHITECTURES)
 
 
 def decoder_spec(config: ModelConfig, *, has_head: bool = True) -> DecoderSpec:
-    """The spec of the decoder; without `has_head` the family's other endings are accepted too.
-    ConfigError for an architecture that is not supported."""
+    """Spec of the decoder. Without `has_head`, architecture names without an output head are
+    accepted too. Raises ConfigError for an unsupported architecture."""
     name = config.architecture
     if not has_head:
         name = causal_name(name)
@@ -72,8 +69,8 @@ def decoder_spec(config: ModelConfig, *, has_head: bool = True) -> DecoderSpec:
 
 
 def nearest(architecture: str) -> str:
-    """The architectures whose names are nearest to an architecture that is not served, for error
-    messages; without a near name, where all names are."""
+    """Served architectures with similar names, for error messages; without a similar name, the
+    page that lists all architectures."""
     near = get_close_matches(
         architecture, [*ARCHITECTURES, *WHOLE_MODELS], n=3, cutoff=NEAR_NAME_RATIO
     )

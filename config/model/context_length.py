@@ -9,7 +9,8 @@ _EXTENDING = ("linear", "dynamic", "yarn")
 """Rope scalings whose factor extends the context."""
 _POSITIONS, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _LONGEST = "model_max_length"
-"""Replaces max_position_embeddings: Command R has 8,192 there and reads 131,072 tokens."""
+"""Field that replaces max_position_embeddings: Command R has 8,192 in max_position_embeddings and
+reads 131,072 tokens."""
 _ROPE_FIELDS = ("rope_theta", "rope_parameters", "rope_scaling")
 _SHORTER = ("max_sequence_length", "max_seq_length", "seq_length", "seq_len")
 
@@ -32,8 +33,8 @@ def max_context_length(facts: ModelConfig) -> int:
 
 
 def default_context_length(facts: ModelConfig) -> int:
-    """The length served without --max-model-len: `max_context_length`; with longrope the original
-    length, since the frequencies of longer contexts make short texts worse."""
+    """Context length without --max-model-len: `max_context_length`; for longrope the original
+    length, since the frequencies of longer contexts degrade short texts."""
     scaling, longest = facts.rope.scaling, max_context_length(facts)
     if scaling is not None and scaling.kind == _LONGROPE and scaling.original_max_position:
         return min(scaling.original_max_position, longest)
@@ -59,7 +60,7 @@ def _parts(facts: ModelConfig) -> tuple[str, int, RopeScaling | None]:
     if facts.encoder is not None:
         return _POSITIONS, facts.max_position, None
     longest = _length(facts, _LONGEST)
-    # A table of learned positions ends at max_position_embeddings.
+    # The table of learned positions ends at max_position_embeddings.
     has_rope = any(facts.fields.raw.get(name) is not None for name in _ROPE_FIELDS)
     if longest is not None and (has_rope or longest < facts.max_position):
         return _LONGEST, longest, scaling
@@ -72,7 +73,7 @@ def _parts(facts: ModelConfig) -> tuple[str, int, RopeScaling | None]:
 
 
 def _length(facts: ModelConfig, name: str) -> int | None:
-    """A length in config.json; None for a number above all limits."""
+    """A length in config.json; None for numbers above all limits."""
     value = facts.fields.raw.get(name)
     is_length = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_POSITION
     return value if is_length else None

@@ -1,7 +1,5 @@
-"""DecoderSpec: where the decoder families differ; and Family, an entry of their registry.
-
-The models, the weight map and the size estimate are built from a spec; nothing here imports torch.
-"""
+"""DecoderSpec: the differences between decoder families. Family: a registry entry. The models, the
+weight map and the size estimate are built from a spec. Imports no torch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,10 +17,11 @@ from config.model.state_space import (
 )
 
 MXFP4_BLOCK = 32
-"""Neighbouring weights with one scale (OCP Microscaling Formats, version 1.0)."""
+"""Number of adjacent weights that share a scale (OCP Microscaling Formats, version 1.0)."""
 Arrangement = Literal["before", "after", "around", "parallel", "parallel_two_norms"]
-"""Where a layer norms: what attention and MLP read, what they add, or both; parallel: both read the
-layer's input, through one norm or through one each, and add to it at once."""
+"""Position of a layer's norms: before attention and MLP, on their outputs, or both. Parallel:
+attention and MLP read the same layer input, through a shared norm or through a norm each, and both
+outputs are added to it."""
 
 NORMS: Mapping[Arrangement, tuple[str, ...]] = {
     "before": ("input_layernorm", "post_attention_layernorm"),
@@ -36,29 +35,32 @@ NORMS: Mapping[Arrangement, tuple[str, ...]] = {
     "parallel": ("input_layernorm",),
     "parallel_two_norms": ("input_layernorm", "post_attention_layernorm"),
 }
-"""The norms of a layer, as vLLM calls them: `post_attention_layernorm` is in front of the MLP where
-norms are before, and behind the attention where they are after."""
+"""The norms of a layer, in vLLM's names. `post_attention_layernorm` is the norm before the MLP in
+the arrangement `before`, and the norm after the attention in the arrangement `after`."""
 
 
 class LayerSpec(NamedTuple):
-    """What one layer consists of."""
+    """What a layer consists of."""
 
     window: int | None = None
-    """Tokens that a query sees, its own included; None: all."""
+    """Number of tokens that a query sees, including its own token; None: all."""
     chunk: int | None = None
-    """A query sees the keys of its own chunk of so many tokens; not with a window."""
+    """Chunk size in tokens: a query sees only keys of its own chunk. Never set together with
+    `window`."""
     rope: Literal["default", "local", "none"] = "default"
-    """Queries and keys are rotated by ModelConfig.rope, by its local_rope, or not at all."""
+    """Rope of queries and keys: ModelConfig.rope (default), ModelConfig.local_rope (local), or no
+    rotation (none)."""
     qk_norm: bool = True
     """Whether the layer has the norm that DecoderSpec.qk_norm names."""
     tunes_temperature: bool = False
     """Whether DecoderSpec.temperature applies."""
     sinks: bool = False
-    """A learned logit of each head joins the softmax, and has no value: the tensor
-    self_attn.sinks."""
+    """Whether each head has an attention sink: a learned logit that joins the softmax without a
+    value (tensor self_attn.sinks)."""
     attention: Literal["dense", "mla", "cross"] | StateKind = "dense"
-    """Or what takes its place. Cross: queries see the keys of images alone. Attention and MLP each
-    add tanh(gate) times their output, and nothing in a text without images."""
+    """Kind of attention, or the state layer in its place. cross: queries see only the keys of
+    images; attention and MLP each add tanh(gate) times their output, and add nothing in a text
+    without images."""
     feed_forward: Literal["mlp", "moe"] = "mlp"
 
 
@@ -72,49 +74,50 @@ class ClampedSwiGLU(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """Where the families with experts differ: the router, and names in the checkpoint."""
+    """Differences between the families with experts: the router, and names in the checkpoint."""
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     float32_router: bool = False
-    """The router multiplies in float32, not in the model's dtype."""
+    """Whether the router computes in float32 instead of the model's dtype."""
     router_bias: bool = False
     sparse_mixer: float | None = None
-    """The jitter of SparseMixer, which chooses two experts one after the other. `scoring` and
-    renormalization do not count then."""
+    """Jitter of SparseMixer, which chooses two experts in succession; None: other routing.
+    `scoring` and renormalization have no effect with SparseMixer."""
     scales_input: bool = False
-    """The weight of an expert multiplies its input, not its output."""
+    """Multiply the input of an expert by its weight instead of the output."""
     expert_bias: bool = False
-    """Both products of an expert add a bias."""
+    """Whether both projections of an expert have biases."""
     clamped_swiglu: ClampedSwiGLU | None = None
-    """The activation of the experts, in place of the model's own."""
+    """Activation of the experts; None: the model's activation."""
     block: str = "mlp"
-    """Before the following names."""
+    """Name of the MoE block; prefix of the following names."""
     gate: str = "gate"
     group_scoring: Literal["top2", "max", "none"] = "top2"
-    """What a group of experts is chosen by: the sum of its two best scores, or its best score;
-    none: groups do not count."""
+    """Score by which groups of experts are chosen: the sum of a group's two best scores, or its
+    best score; none: no groups."""
     correction_bias: str = ""
-    """Added to the scores for the choice of experts; empty: there is none."""
+    """Name of the bias that is added to the scores when experts are chosen; empty: no bias."""
     correction_rows: tuple[int, ...] = ()
-    """Dimensions of the correction bias before the dimension of the experts. The first row counts;
-    further rows belong to experts for images."""
+    """Leading dimensions of the correction bias, before the dimension of the experts. Only the
+    first row is used; further rows belong to experts for images."""
     transposed_router: bool = False
     """The checkpoint holds the matrix of the router as (in, out)."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Gate, up and down of an expert."""
+    """Names of gate, up and down of an expert."""
     shared: str = ""
-    """The expert for all tokens."""
+    """Name of the shared expert."""
     shared_gate: str = ""
-    """What weighs it; empty: it counts fully."""
+    """Name of the shared expert's gate; empty: no gate."""
     layout: Literal["separate", "merged", "transposed", "mxfp4"] = "separate"
-    """Tensors of the routed experts. Separate: three for each expert.
+    """Layout of the routed experts' tensors. Separate: three tensors for each expert.
 
-    Merged: input_linear, gate before up, and output_linear, each for all experts; those of the
-    expert for all tokens, called shared_mlp, are outside `block`.
+    Merged: input_linear, gate before up, and output_linear, each for all experts. The shared
+    expert's tensors, called shared_mlp, are outside `block`.
 
     Transposed: gate_up_proj and down_proj, each for all experts, (experts, in, out).
 
-    MXFP4: of each of these two the blocks and the scales, (experts, out, in / 32, ...)."""
+    MXFP4: blocks and scales of gate_up_proj and of down_proj, (experts, out, in / 32, ...).
+    """
     stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
     """Names of the tensors for all experts in layouts other than merged."""
 
@@ -129,19 +132,20 @@ class TemperatureTuning(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLASpec:
-    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). Of each token one
-    latent and one rotated key are cached; the keys and values of all heads are products of the
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). The cache holds a
+    latent and a rotated key per token; keys and values of all heads are projections of the
     latent."""
 
     q_lora_rank: int | None
-    """Size of the latent that queries are products of; None: of the hidden state."""
+    """Size of the latent from which queries are projected; None: queries are projected from the
+    hidden state."""
     kv_lora_rank: int
     qk_nope_head_dim: int
-    """Entries of a query or key head that are not rotated; the rotated ones are behind them."""
+    """Entries of a query or key head that are not rotated; they precede the rotated entries."""
     qk_rope_head_dim: int
     v_head_dim: int
     norm_eps: float = 1e-6
-    """Of the norms of latents: the published code has this number, not rms_norm_eps."""
+    """Epsilon of the norms of latents. The published code uses this number, not rms_norm_eps."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -149,110 +153,115 @@ class MLASpec:
 
     @property
     def padded_head_dim(self) -> int:
-        """Of prompts: queries, keys and values padded to the same size, as fused kernels take
-        them."""
+        """Head size to which a prefill pads queries, keys and values: fused kernels need equal
+        sizes."""
         return max(self.qk_head_dim, self.v_head_dim)
 
     @property
     def latent_size(self) -> int:
-        """Numbers that a layer caches for a token."""
+        """Elements that a layer caches per token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def absorbed_size(self) -> int:
-        """Of the matrices of one head that a decode multiplies queries and outputs by."""
+        """Elements per head of the two matrices by which a decode multiplies queries and outputs
+        (absorbed kv_b_proj)."""
         return self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """Where the decoder families differ."""
+    """Differences between the decoder families."""
 
     layers: tuple[LayerSpec, ...]
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     mlp: str = "mlp"
-    """What the checkpoint calls the MLP of a layer without experts."""
+    """Checkpoint name of the MLP in layers without experts."""
     qk_norm_after_rope: bool = False
-    """Behind the rotation, not before it."""
+    """Apply the query and key norm after the rotation instead of before it."""
     head_bias: bool = False
     norm: Literal["rms", "layer"] = "rms"
-    """RMS norm or layer norm."""
+    """Kind of the norms: RMS norm or layer norm."""
     norm_bias: bool = False
     norm_offset: bool = False
-    """The checkpoint holds the weights of norms less 1; the norm is computed in float32."""
+    """Whether the checkpoint stores norm weights minus 1; the norm is computed in float32."""
     arrangement: Arrangement = "before"
     gated_mlp: bool = True
-    """down(act(gate) * up), not down(act(up))."""
+    """Whether the MLP is down(act(gate) * up) instead of down(act(up))."""
     qk_norm: Literal["none", "heads", "all", "each_head", "unweighted"] = "none"
-    """Norm of queries and keys, an RMS norm or a layer norm like the others: of each head with one
-    weight for all; of all heads at once; of each head with its own weight, or without one."""
+    """Kind of the norm of queries and keys, which is an RMS norm or a layer norm as `norm` says.
+    heads: per head, with a weight that all heads share. all: over all heads together. each_head:
+    per head, with a weight per head. unweighted: per head, without a weight."""
     learned_positions: bool = False
-    """A row for each position is added to the embedding."""
+    """Whether a learned position embedding is added to the token embedding."""
     interleaved_rope: bool = False
-    """Neighbours in a head are rotated together, not entries of its two halves."""
+    """Whether rope rotates neighbouring entries of a head instead of entries of its two halves."""
     attention_scale: float | None = None
-    """None: 1/sqrt(head_dim)."""
+    """Scale of attention scores; None: 1/sqrt(head_dim)."""
     attention_soft_cap: float | None = None
     """Scores become soft_cap * tanh(score / soft_cap)."""
     alibi_max_bias: float | None = None
-    """ALiBi, with slopes from this and the number of heads (`alibi_slopes`): 8 in most families."""
+    """Maximum bias of ALiBi, from which `alibi_slopes` computes the slopes; 8 in most families.
+    None: no ALiBi."""
     alibi_scale: float = 1.0
-    """The slopes are multiplied by it."""
+    """Factor of the ALiBi slopes."""
     temperature: TemperatureTuning | None = None
-    """Of queries by their position, in the layers that have it."""
+    """Temperature that scales queries by position, in layers with `tunes_temperature`."""
     num_further_embeddings: int = 0
-    """Rows of the embedding behind those of the vocabulary, for tokens that are never sampled."""
+    """Embedding rows after the vocabulary, for tokens that are never sampled."""
     embedding_multiplier: float = 1.0
     rounded_embedding_multiplier: bool = False
-    """It is rounded to the model's dtype before the product."""
+    """Whether the embedding multiplier is rounded to the model's dtype first."""
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
     """c * tanh(logits / c), after the division."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the checkpoint calls a module, by its path in the model; within a layer, relative to
-    it. Paths that are absent are the same."""
+    """Module path in the model -> its name in the checkpoint; paths within a layer are relative to
+    the layer. Absent paths have the same name."""
     unused: tuple[str, ...] = ()
-    """Ends of the names of tensors that a checkpoint may hold and nobody needs."""
+    """Suffixes of tensor names that a checkpoint may hold and the model does not need."""
     qkv_layout: Literal["separate", "fused", "grouped"] = "separate"
-    """Queries, keys and values are three tensors, or one that holds one after the other, or one
-    that holds for each KV head its queries, its key and its value."""
+    """Checkpoint layout of queries, keys and values: three tensors (separate); a tensor with
+    queries, then keys, then values (fused); a tensor with queries, key and value of each KV head
+    together (grouped)."""
     fused_gate_up: bool = False
-    """The checkpoint holds gate_up_proj, not its parts."""
+    """Whether the checkpoint holds gate_up_proj instead of gate_proj and up_proj."""
     transposed: bool = False
-    """The checkpoint holds the matrices of the layers as (in, out)."""
+    """Whether the checkpoint holds the layers' matrices as (in, out)."""
     single_head_norms: bool = False
-    """The checkpoint holds the norm of each head as a tensor of its own."""
+    """Whether the checkpoint holds a separate norm tensor for each head."""
     normalized_head: bool = False
-    """The rows of the head are scaled to a length of 1."""
+    """Whether the rows of the head are scaled to length 1."""
     moe: MoESpec | None = None
-    """Of the layers with experts."""
+    """Spec of the layers with experts."""
     mla: MLASpec | None = None
-    """Of the layers with latent attention: all or none."""
+    """Spec of latent attention, which all layers have or none has."""
 
     mamba2: Mamba2Spec | None = None
-    """Of the Mamba 2 layers."""
+    """Spec of the Mamba 2 layers."""
     gated_delta: GatedDeltaSpec | None = None
-    """Of the gated DeltaNet layers."""
+    """Spec of the gated DeltaNet layers."""
     short_conv: ShortConvSpec | None = None
-    """Of the layers with a gated short convolution."""
+    """Spec of the layers with a gated short convolution."""
     attention_gate: bool = False
-    """q_proj gives each query head a gate behind it, whose sigmoid weighs the head's output."""
+    """Whether q_proj also gives a gate after each query head, whose sigmoid scales the head's
+    output."""
     mlp_size: int | None = None
     """Inner features of the MLPs without experts; None: intermediate_size."""
     merged_mlp: bool = False
-    """Such an MLP is called shared_mlp, and has input_linear, gate before up, and
+    """Whether MLPs without experts are called shared_mlp and have input_linear (gate before up) and
     output_linear."""
 
     @property
     def has_score_options(self) -> bool:
-        """Whether scores are more than scaled and masked."""
+        """Whether attention scores need more than scaling and masking."""
         return self.attention_soft_cap is not None or any(layer.sinks for layer in self.layers)
 
     def state_of(self, layer: LayerSpec) -> StateSpec | None:
-        """What the layer keeps of each request; None: keys and values."""
+        """State that the layer keeps per request; None: keys and values."""
         specs: dict[str, StateSpec | None] = {
             "mamba2": self.mamba2,
             "gated_delta": self.gated_delta,
@@ -266,14 +275,14 @@ class DecoderSpec:
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """Of the layers that have them."""
+        """State specs of the layers that have a recurrent state."""
         states = (self.state_of(layer) for layer in self.layers)
         return tuple(state for state in states if state is not None)
 
 
 def uniform_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """All layers are windowed, if the checkpoint has a window, or those with a window, with chunks
-    and without rotation are those that it names."""
+    """Layer specs from `layer_types` and `rope_layers` of the checkpoint. Without layer_types, all
+    layers are windowed if the checkpoint has a window, and all use full attention otherwise."""
     moe = config.moe
     all_alike = "full_attention" if config.sliding_window is None else "sliding_attention"
     types = config.layer_types or (all_alike,) * config.num_layers
@@ -291,9 +300,9 @@ def uniform_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
-    """ALiBi's slope of each head, of MPT, Baichuan, BLOOM and Falcon: for n heads, n a power of 2,
-    2^(-max_bias * i / n) with i from 1 to n; for another number those of the power of 2 below it,
-    and then every second one of those of the power above it."""
+    """ALiBi slope of each head, as in MPT, Baichuan, BLOOM and Falcon. For n heads, n a power of 2:
+    2^(-max_bias * i / n), i from 1 to n. For other n: the slopes for the next lower power of 2,
+    then every second slope for the next higher power of 2."""
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-max_bias * index / below) for index in range(1, below + 1)]
     odd = range(1, 2 * below, 2)
@@ -304,7 +313,7 @@ def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
 def without_rope(
     layers: tuple[LayerSpec, ...], is_rotated: Iterable[bool]
 ) -> tuple[LayerSpec, ...]:
-    """`layers`, of which only those that `is_rotated` says rotate queries and keys."""
+    """`layers`, where only the layers that `is_rotated` selects rotate queries and keys."""
     return tuple(
         layer if rotates else layer._replace(rope="none")
         for layer, rotates in zip(layers, is_rotated, strict=True)
@@ -312,21 +321,20 @@ def without_rope(
 
 
 class Family(NamedTuple):
-    """An entry of the registry."""
+    """A registry entry."""
 
     make_spec: Callable[[ModelConfig], DecoderSpec]
     models: str
     """Published models, for the documentation."""
     limits: str = ""
-    """What of them is not supported, likewise."""
+    """Unsupported features of these models, for the documentation."""
     renamed: Mapping[str, tuple[str, ...]] = {}
-    """A field of config.json, and the names under which it is read."""
+    """Field of config.json -> names under which it is read."""
     defaults: Mapping[str, Any] = {}
-    """Values of absent fields, where they differ from those of most families."""
+    """Values of absent fields, if they differ from most families."""
     moe: MoEFields | None = None
-    """Names of the fields of its experts."""
+    """Names of the fields of the family's experts."""
     quantizations: tuple[str, ...] = ()
-    """Values of `quant_method` of checkpoints whose weights are dequantized while they are
-    loaded."""
+    """Values of `quant_method` whose weights are dequantized during loading."""
     derive: Callable[[Fields], Mapping[str, Any]] | None = None
-    """Fields that follow from others, which they replace."""
+    """Computes fields that replace other fields."""

@@ -1,4 +1,4 @@
-"""The config.json of BERT-like encoders, as fields of ModelConfig and EncoderConfig."""
+"""Reads the config.json of BERT-like encoders into fields of ModelConfig and EncoderConfig."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ _NOMIC_NAMES = {
     "hidden_act": "activation_function",
     "rope_theta": "rotary_emb_base",
 }
-"""Fields of transformers by name, and the names in the published config.json."""
+"""transformers field name -> name in the published config.json."""
 _NOMIC_VARIANTS = {
     "qkv_proj_bias": False,
     "mlp_fc1_bias": False,
@@ -41,7 +41,7 @@ _NOMIC_VARIANTS = {
     "rotary_emb_scale_base": None,
     "moe_every_n_layers": 0,
 }
-"""Fields of the published config.json, and the values that nomic-embed-text 1 and 1.5 have."""
+"""Fields of the published config.json -> values in nomic-embed-text 1 and 1.5."""
 _TRAINED_POSITIONS = 2048
 
 
@@ -55,9 +55,10 @@ class EncoderConfig:
     num_types: int
     """Number of token types (first and second text of a pair); 0: none."""
     first_position: int
-    """Index of the first token in the position table; RoBERTa's begins after the padding index."""
+    """Index of the first token in the position table; for RoBERTa, the index after the padding
+    index."""
     has_rope: bool = False
-    """Whether queries and keys are rotated, in place of a table of positions."""
+    """Whether rope replaces the position table."""
     is_gated: bool = False
     """Whether the MLP is gated."""
     has_biases: bool = True
@@ -65,8 +66,8 @@ class EncoderConfig:
 
 
 def with_usual_encoder_names(architecture: str, fields: Fields) -> Fields:
-    """`fields` under the names that transformers has for them. ConfigError for a NomicBert with
-    layers that are not built in."""
+    """`fields` under transformers' names. Raises ConfigError for a NomicBert with layers that are
+    not built in."""
     if not architecture.startswith(NOMIC_BERT):
         return fields
     raw = dict(fields.raw)
@@ -82,7 +83,7 @@ def with_usual_encoder_names(architecture: str, fields: Fields) -> Fields:
     if raw.get("hidden_act") in (None, "swiglu"):
         raw["hidden_act"] = "silu"
     if "n_positions" in raw:
-        # Longer texts need a scaling that depends on their length.
+        # Longer texts need a rope scaling that depends on the text's length.
         trained = fields.count("max_trained_positions", _TRAINED_POSITIONS)
         raw["max_position_embeddings"] = min(fields.count("n_positions"), trained)
     if raw.get("rope_theta") is None and not raw.get("rope_parameters"):
@@ -104,7 +105,7 @@ def encoder_fields(architecture: str, fields: Fields) -> Json | None:
         raise ConfigError(f"{fields.file} divides hidden size {hidden_size} into {num_heads} heads")
     table, first = fields.count("max_position_embeddings"), 0
     if family in (ROBERTA, XLM_ROBERTA):
-        # Positions begin after that of the padding token.
+        # Position ids begin after the padding token's id.
         first = fields.get("pad_token_id", int, 1) + 1
     if not 0 <= first < table:
         raise ConfigError(

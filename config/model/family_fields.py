@@ -1,4 +1,4 @@
-"""Names of architectures, and of the fields of config.json that families call differently."""
+"""Alternative names of architectures and of config.json fields."""
 
 from config.errors import ConfigError
 from config.model.json_fields import Fields, shown
@@ -11,7 +11,7 @@ OTHER_NAMES = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "dff"),
     "max_position_embeddings": ("n_positions", "max_seq_len"),
 }
-"""The usual name -> those of GPT-2, Falcon, OPT and their like."""
+"""Usual field name -> names that GPT-2, Falcon, OPT and related families use."""
 
 HEADLESS_ENDINGS = (
     "TextModel",
@@ -19,13 +19,14 @@ HEADLESS_ENDINGS = (
     "TextForSequenceClassification",
     "ForSequenceClassification",
 )
-"""Of the decoder families without an output head; the text parts of larger models have Text."""
+"""Endings of architecture names without an output head. Text parts of multimodal models have Text
+in the ending."""
 GENERATOR_ENDINGS = ("ForCausalLM", "LMHeadModel")
-"""Of those with one."""
+"""Endings of architecture names with an output head."""
 
 
 def causal_name(architecture: str) -> str:
-    """The name that the family has with an output head."""
+    """Architecture name of the family with an output head."""
     if architecture.endswith(GENERATOR_ENDINGS):
         return architecture
     for ending in HEADLESS_ENDINGS:
@@ -35,8 +36,8 @@ def causal_name(architecture: str) -> str:
 
 
 def with_usual_names(fields: Fields) -> Fields:
-    """`fields` with every field under its usual name too. ConfigError where two names of the number
-    of layers disagree: code of transformers may read the other one."""
+    """`fields` with every field under its usual name too. Raises ConfigError if two names of the
+    number of layers disagree: transformers' code may read the other name."""
     raw = dict(fields.raw)
     for usual, others in OTHER_NAMES.items():
         found = [raw[name] for name in (usual, *others) if raw.get(name) is not None]
@@ -48,6 +49,6 @@ def with_usual_names(fields: Fields) -> Fields:
                 "names"
             )
     if "n_inner" in raw and raw.get("intermediate_size") is None:
-        # GPT-2 has null for four times the hidden size.
+        # null in GPT-2 means four times the hidden size.
         raw["intermediate_size"] = 4 * fields.count("n_embd")
     return Fields(raw, fields.file)

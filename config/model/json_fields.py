@@ -13,16 +13,18 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 MAX_JSON_BYTES = 32 * 2**20
-"""Size limit of one file. Published ones are below 2 MB, the index of 90,000 tensors below 10
-MB."""
+"""Maximum size of a JSON file. Published config files are below 2 MB; the index of 90,000 tensors
+is below 10 MB."""
 MAX_COUNT = 2**48
-"""Largest integer of any field: products of a few of them stay exact."""
+"""Largest integer of any field. Products of a few such integers stay exact."""
 MAX_FLOAT32 = 3.4028234663852886e38
 MAX_NUMBER = 65504.0
-"""Largest magnitude of a number that reaches a tensor, unless its field has another limit: the
-largest number of float16, the narrowest dtype of a model. torch raises for a larger factor."""
+"""Largest magnitude of a number that reaches a tensor, unless its field has another limit:
+float16's largest number. float16 is the narrowest dtype of a model, and torch raises for a larger
+factor."""
 MIN_NUMBER = 1e-30
-"""Smallest magnitude of a number but 0. It and its reciprocal are well within float32."""
+"""Smallest magnitude of a number other than 0. The number and its reciprocal are well within
+float32."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -35,22 +37,22 @@ def shown(value: object) -> str:
 
 
 def read_json(file: Path) -> Json:
-    """The JSON object in `file`. ConfigError if it cannot be read or is not an object."""
+    """The JSON object in `file`. Raises ConfigError if it cannot be read or is not an object."""
     found = _object(read_any_json(file), file)
     _check_numbers(found, file)
     return found
 
 
 def parse_json_object(data: bytes, file: str) -> Json:
-    """The JSON object in `data`, which is read from `file`. ConfigError as in read_json."""
+    """The JSON object in `data`, which is read from `file`. Raises ConfigError like read_json."""
     return _object(_parse(data, file), file)
 
 
 def read_any_json(file: Path) -> Any:
-    """The JSON value in `file`. ConfigError if it cannot be read, is not JSON in UTF-8, or
+    """The JSON value in `file`. Raises ConfigError if it cannot be read, is not JSON in UTF-8, or
     exceeds MAX_JSON_BYTES."""
     try:
-        # A pipe in a folder would block the start, or the thread that loads an adapter.
+        # A FIFO in a folder would block the start, or the thread that loads an adapter.
         data = read_limited(file, MAX_JSON_BYTES, takes_pipes=False)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
@@ -173,7 +175,7 @@ class Fields:
         return default if value is None else value
 
     def numbers(self, name: str, *, above: float = -math.inf) -> tuple[float, ...]:
-        """A list of numbers as of `number`, each above `above`; empty if absent."""
+        """List of numbers, each checked like `number` and above `above`; empty if absent."""
         values = self.get(name, list, [])
         if None in values:
             raise ConfigError(f"{name} in {self.file} has null, it must hold numbers only")

@@ -13,12 +13,12 @@ SPELLINGS = {"fp8_e4m3": FP8, "half": FLOAT16}
 ON_GAUDI = (AUTO, BFLOAT16, FLOAT16, FP8, FP8_INC)
 
 INT8_SCALE_BYTES = 4
-"""Of the float32 scale behind the numbers of a head of a token."""
+"""Bytes of the float32 scale that follows the int8 values of each head and token."""
 
 _WIDTHS = {BFLOAT16: 2, FLOAT16: 2, FP8: 1, FP8_INC: 1}
 
 
 def kv_width(kv_cache_dtype: str, model_width: int) -> int:
-    """Bytes of a number in a cache without scales beside the numbers: all but int8. `model_width`:
-    those of a number in the model."""
+    """Bytes of an element in a KV cache without inline scales (every dtype except int8).
+    `model_width`: bytes of an element in the model's dtype."""
     return model_width if kv_cache_dtype == AUTO else _WIDTHS[kv_cache_dtype]

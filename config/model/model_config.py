@@ -21,7 +21,7 @@ GENERATION_FIELDS = (
 )
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCKS = "blocks.gguf.safetensors"
-"""The file next to the weights with the quantized blocks of a GGUF file."""
+"""File with the quantized blocks of a GGUF file, in the same folder as the weights."""
 
 MAX_LAYERS = 10_000
 MAX_MTP_LAYERS = 64
@@ -65,24 +65,25 @@ class RopeConfig:
     partial: float = 1.0
     """Rotated fraction of a head."""
     sections: tuple[int, ...] = ()
-    """Of positions with three axes: how many frequencies each of them has, in the order of the
-    frequencies. Empty: positions have one axis."""
+    """Number of frequencies per position axis, for positions with three axes, in frequency order;
+    empty: positions have a single axis."""
     interleaves_sections: bool = False
-    """The axes take turns: height has every third frequency from the second one on, width every
-    third from the third one on, as many as its section says, and time has all others."""
+    """Whether the frequencies of the three axes are interleaved: height has every third frequency
+    from the second on, width every third from the third on, each as many as its section, and time
+    has all other frequencies."""
 
     def rotated_size(self, head_dim: int) -> int:
-        """Leading entries of each head that are rotated; the others stay as they are."""
+        """Number of leading entries of each head that are rotated."""
         return int(head_dim * self.partial)
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-"""What the layers of a checkpoint may be, in its own words."""
+"""Layer types in config.json's spelling."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The facts of one checkpoint.
+    """Facts about a checkpoint.
 
     Fields that only some families have default to neutral values (no window, multiplier 1).
     """
@@ -101,9 +102,9 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     local_rope: RopeConfig | None = None
-    """Of windowed and chunked layers, where it differs."""
+    """Rope of windowed and chunked layers, if it differs from `rope`."""
     rope_layers: tuple[bool, ...] = ()
-    """Per layer, whether it rotates queries and keys; empty: all do."""
+    """Whether each layer rotates queries and keys; empty: all do."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     """Biases on q, k, v."""
@@ -112,9 +113,10 @@ class ModelConfig:
     hidden_act: str = "silu"
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
-    """Tokens of a chunk, which queries of chunked layers do not see beyond."""
+    """Chunk size in tokens. Queries of chunked layers see only their own chunk."""
     layer_types: tuple[str, ...] = ()
-    """Per layer, one of LAYER_TYPES; empty: all use `sliding_window`, if it is set."""
+    """Type of each layer, from LAYER_TYPES; empty: all layers use `sliding_window`, if it is
+    set."""
     clip_qkv: float | None = None
     """Queries, keys and values are clamped to -clip_qkv and clip_qkv."""
     embedding_multiplier: float = 1.0
@@ -128,45 +130,51 @@ class ModelConfig:
     use_qk_norm: bool = False
     """Whether query and key heads are normed, in families where checkpoints differ."""
     num_mtp_layers: int = 0
-    """Layers behind the last one that predict further tokens, which the files may hold. They are
-    not loaded."""
+    """Multi-token-prediction layers after the last decoder layer that the files may hold. They are
+    not loaded with the model."""
     is_causal: bool = True
     """Whether attention is causal."""
     quantization: QuantizationConfig | None = None
-    """Of quantized weights, but for those that only one family has."""
+    """Quantization of the checkpoint's weights; None for formats that a single family handles
+    itself."""
     encoder: EncoderConfig | None = None
     """Set for encoders of the BERT family, which have no rotary embedding."""
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     num_parameters: int | None = None
-    """In the files, where they were counted: the size of a model that is not built in."""
+    """Number of elements in the files, where they were counted: the size of a model that is not
+    built in."""
     num_tower_parameters: int = 0
-    """Likewise, of the vision tower, which each card has; without files by its code."""
+    """Number of elements of the vision tower, which is on every card; without files, it comes from
+    the tower's code."""
     cached_numbers: int | None = None
-    """In the keys and values of a token in all layers, where they were counted: layers of a model
-    that is not built in may share them, or have heads of several sizes."""
+    """Number of key and value elements cached per token in all layers, where they were counted:
+    layers of a model that is not built in may share keys and values, or have heads of several
+    sizes."""
     is_text_part: bool = False
-    """The files hold a model with images or audio, of which this is the text model."""
+    """Whether the files hold a model with images or audio whose text model this config
+    describes."""
     vision: VisionFacts | None = None
     """Set if the model takes images."""
     fields: Fields = field(default=Fields({}, Path()), compare=False, repr=False)
-    """config.json, for what only one family reads."""
+    """Contents of config.json, for fields that a single family reads."""
     generation_defaults: dict[str, float] = field(default_factory=dict)
     """GENERATION_FIELDS of generation_config.json, if present."""
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the files say so of the weights."""
+        """Whether the files declare quantized weights."""
         return self.quantization is not None or bool(self.fields.raw.get("quantization_config"))
 
     def kv_heads_per_rank(self, num_ranks: int) -> int:
-        """KV heads on each of so many tensor-parallel ranks. Of fewer heads than ranks, each is on
-        several ranks."""
+        """KV heads on each of `num_ranks` tensor-parallel ranks. With fewer heads than ranks, each
+        head is on several ranks."""
         return max(1, self.num_kv_heads // num_ranks)
 
 
 def check_limits(facts: ModelConfig) -> None:
-    """Raise ConfigError for sizes above those of any model, if there are no tensors to compare."""
+    """Raise ConfigError for sizes above the limits. Used where no tensors exist to compare the
+    sizes with."""
     moe = facts.moe
     for name, value, maximum in (
         ("layers", facts.num_layers, MAX_LAYERS),

@@ -1,4 +1,4 @@
-"""The config.json of mixtures of experts, as MoEConfig."""
+"""Reads the expert fields of config.json into MoEConfig."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,11 +7,12 @@ from config.errors import ConfigError
 from config.model.json_fields import Fields, shown
 
 MAX_EXPERTS = 4096
-"""Limit of experts in a layer; the most published are 512. Each is a tensor of the weight map."""
+"""Maximum number of experts in a layer; published models have up to 512. The weight map has tensors
+for each expert."""
 
 
 class MoEFields(NamedTuple):
-    """Names of a family's fields; empty where it has none."""
+    """Names of a family's config.json fields for experts; empty: the family has no such field."""
 
     num_experts: str
     top_k: str = "num_experts_per_tok"
@@ -21,27 +22,27 @@ class MoEFields(NamedTuple):
     shared_size: str = ""
     """Inner features of the shared expert."""
     num_shared: str = ""
-    """Shared experts, as many times `inner_size` in one."""
+    """Number of shared experts, which form a single expert of that many times `inner_size`."""
     renormalize: str = ""
     num_groups: str = ""
     top_groups: str = ""
     scaling_factor: str = ""
     first_layer: str = ""
     last_layer: str = ""
-    """-1: the last one."""
+    """Index of the last layer with experts; -1: the last layer."""
     layer_step: str = ""
     first_of_step: bool = False
-    """Of that many layers in a row the first one has experts, not the last one."""
+    """Whether the first of every `layer_step` layers has experts, instead of the last."""
     dense_layers: str = ""
     expert_layers: str = ""
-    """The layers that have experts; where it is set, the four fields above do not count."""
+    """The layers that have experts; if set, the four fields above have no effect."""
     may_be_none: bool = False
-    """0 experts say that all layers have a plain MLP."""
+    """Whether a number of 0 experts means that all layers have a plain MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """The experts of the layers that have them."""
+    """Expert settings of the layers with experts."""
 
     fields: MoEFields
     num_experts: int
@@ -49,24 +50,24 @@ class MoEConfig:
     inner_size: int
     """Inner features of each routed expert."""
     shared_size: int = 0
-    """Inner features of the expert for all tokens; 0: there is none."""
+    """Inner features of the shared expert; 0: no shared expert."""
     renormalize: bool = True
     """Whether the weights of a token's experts sum to 1, before `scaling_factor`."""
     num_groups: int = 1
     top_groups: int = 1
-    """The experts of a token are in so many of the `num_groups` groups."""
+    """Number of the `num_groups` groups from which a token's experts come."""
     scaling_factor: float = 1.0
     first_layer: int = 0
     last_layer: int | None = None
     layer_step: int = 1
-    """Of `layer_step` layers in a row, the last one has experts, or the first one, as `fields`
-    says."""
+    """In every group of `layer_step` layers, a single layer has experts: the last, or the first if
+    MoEFields.first_of_step is set."""
     dense_layers: frozenset[int] = frozenset()
     expert_layers: frozenset[int] | None = None
-    """The layers that have experts, in place of the four fields above."""
+    """Indices of the layers with experts; if set, they replace the four fields above."""
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the layer with this index has experts, not a plain MLP."""
+        """Whether the layer with this index has experts instead of a plain MLP."""
         if self.expert_layers is not None:
             return layer in self.expert_layers
         return (
@@ -84,8 +85,7 @@ class MoEConfig:
 
 
 def moe_config(names: MoEFields, fields: Fields) -> MoEConfig:
-    """The experts that config.json gives. Raises ConfigError for numbers that contradict each
-    other."""
+    """Expert settings from config.json. Raises ConfigError for contradictory numbers."""
     num_experts = fields.count(names.num_experts, maximum=MAX_EXPERTS)
     top_k = fields.count(names.top_k)
     if top_k > num_experts:
@@ -116,7 +116,7 @@ def moe_config(names: MoEFields, fields: Fields) -> MoEConfig:
 
 
 def _shared_size(fields: Fields, names: MoEFields, inner_size: int) -> int:
-    """0 says that there is none."""
+    """Inner features of the shared expert; 0: no shared expert."""
     if names.num_shared:
         return inner_size * fields.integer(names.num_shared, 0)
     return fields.integer(names.shared_size, 0)
@@ -127,7 +127,7 @@ def _groups(fields: Fields, names: MoEFields, num_experts: int, top_k: int) -> t
     top_groups = fields.count(names.top_groups, num_groups)
     if num_groups == 1:
         return 1, 1
-    # The score of a group is the sum of its two best experts'.
+    # A group's score is the sum of the scores of its two best experts.
     if num_experts % num_groups or num_experts < 2 * num_groups:
         raise ConfigError(
             f"{names.num_groups} in {fields.file} is {num_groups}, and it does not divide "

@@ -29,7 +29,7 @@ _PROBLEM_ACTIVATIONS = {
     "multi_label_classification": SIGMOID,
 }
 MAX_LABELS = 2**20
-"""Every label gets a name, even if the checkpoint has none."""
+"""Maximum number of labels. Every label gets a name, even if the checkpoint names no labels."""
 CLASSIFIER = "ForSequenceClassification"
 
 _NORMALIZE = ("normalize", "use_activation", "activation", "softmax")
@@ -39,10 +39,11 @@ _TRUNCATIONS = ("is_matryoshka", "matryoshka_dimensions")
 
 @dataclass(frozen=True, slots=True)
 class PoolerConfig:
-    """What follows the last layer, and the facts for the API servers."""
+    """Pooling after the last layer, and the facts for the API servers."""
 
     modes: tuple[str, ...]
-    """Of sentence_transformers.MODES; the vectors of several modes are concatenated."""
+    """Pooling modes, from sentence_transformers.MODES; the vectors of several modes are
+    concatenated."""
     facts: PoolingFacts
     dense: tuple[DenseConfig, ...] = ()
     has_head: bool = False
@@ -54,10 +55,11 @@ class PoolerConfig:
 
 
 def choose_pooler(config: EngineConfig, model: ModelConfig) -> PoolerConfig | None:
-    """None for a model that generates. Raises ConfigError if settings and files disagree.
+    """The pooler of `model`; None for a model that generates.
 
     A model is served for pooling if the runner says so, if its architecture has no language-model
-    head, or if it has files of sentence-transformers.
+    head, or if it has files of sentence-transformers. Raises ConfigError if settings and files
+    disagree.
     """
     architecture = model.architecture
     sentence = read_sentence_config(model.path)
@@ -148,7 +150,8 @@ def _labels(fields: Fields) -> tuple[str, ...]:
 
 
 def _activation(fields: Fields, default: str) -> str:
-    """By the name that sentence-transformers writes, or by problem_type."""
+    """Activation of the head, from the name that sentence-transformers writes or from
+    problem_type."""
     sentence = Fields(fields.get("sentence_transformers", dict, {}), fields.file)
     name = sentence.get("activation_fn", str, None)
     name = name or fields.get("sbert_ce_default_activation_function", str, None)
@@ -203,7 +206,7 @@ def _dimensions(model: ModelConfig, options: Fields) -> tuple[int, ...] | None:
     for fields in (options, Fields(read_json(file), file)):
         listed = fields.get("matryoshka_dimensions", list, None)
         if listed:
-            # Bounded: API servers receive them in 64 bits.
+            # Bounded because API servers receive the dimensions in 64 bits.
             if not all(isinstance(size, int) and 0 < size <= MAX_COUNT for size in listed):
                 raise ConfigError(
                     f"matryoshka_dimensions in {fields.file} is {shown(listed)}, it must hold "

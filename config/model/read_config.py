@@ -1,4 +1,4 @@
-"""Reading of a checkpoint's config.json and generation_config.json as ModelConfig."""
+"""Reads a checkpoint's config.json and generation_config.json into ModelConfig."""
 
 import re
 from collections.abc import Mapping
@@ -44,10 +44,10 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
     """Read config.json and generation_config.json in folder `path`.
 
     Accepts the field names of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
-    (rope_parameters, dtype). ConfigError for a missing file or field, a value of the wrong type, a
-    checkpoint quantized by a method that is not served, unless `allow_quantized`, and a model that
-    is neither a plain decoder nor an encoder of the BERT family. Of a model with images or audio it
-    is the text model.
+    (rope_parameters, dtype). Raises ConfigError for a missing file or field, a value of the wrong
+    type, a checkpoint quantized by a method that is not served, unless `allow_quantized`, and a
+    model that is neither a plain decoder nor an encoder of the BERT family. Of a model with images
+    or audio it is the text model.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -77,7 +77,7 @@ def model_config_of(
     fields = with_usual_encoder_names(architecture, fields)
     encoder = encoder_fields(architecture, fields)
     usual = with_usual_names(fields)
-    # A null is no absent field: it may say that there is no window.
+    # null differs from an absent field: it may mean that there is no window.
     absent = {name: value for name, value in absent.items() if name not in usual.raw}
     if family is None:
         usual = Fields({**usual.raw, **absent}, usual.file)
@@ -93,7 +93,7 @@ def model_config_of(
         architecture=architecture,
         **facts,
         fields=usual,
-        # Without a dtype, decoders are in bfloat16 and older encoders in float32.
+        # Without a dtype, decoders are bfloat16, and older encoders float32.
         dtype=_dtype(fields, "float32" if encoder else "bfloat16"),
         eos_token_ids=_eos_token_ids(Path(path), fields, generation, facts["vocab_size"]),
         generation_defaults=_generation_defaults(generation),
@@ -120,13 +120,13 @@ def _architecture(fields: Fields) -> str:
 
 
 def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) -> Fields:
-    """`fields` with the names and values that are read of all families, and `absent` where no name
-    has a value."""
+    """`fields` with the family's names and values under the common names, and `absent` for fields
+    without a value."""
     present = _renamed(
         family, {key: value for key, value in fields.raw.items() if value is not None}
     )
     absent = _renamed(family, {key: absent[key] for key in absent if key not in present})
-    # A field that is null stays so where the family has no default.
+    # A null field stays null unless the family has a default.
     known = Fields({**fields.raw, **family.defaults, **absent, **present}, fields.file)
     if family.derive is None:
         return known
@@ -134,8 +134,8 @@ def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) ->
 
 
 def _unlisted_fields(architecture: str, fields: Fields) -> Json:
-    """The fields of a decoder that is not built in. Its error says so: a field that it calls by
-    another name is no fault of the file."""
+    """Fields of a decoder that is not built in. Its errors say so: the model may use another field
+    name."""
     try:
         return _decoder_fields(None, fields)
     except ConfigError as error:
@@ -145,7 +145,7 @@ def _unlisted_fields(architecture: str, fields: Fields) -> Json:
 
 
 def _renamed(family: Family, fields: Json) -> Json:
-    """`fields` under the names of the family too, where they do not have these names."""
+    """`fields` with values copied to the family's usual names where these names are absent."""
     for theirs, ours in family.renamed.items():
         if theirs in fields:
             fields = {**dict.fromkeys(ours, fields[theirs]), **fields}
@@ -210,7 +210,8 @@ def _moe(family: Family | None, fields: Fields) -> MoEConfig | None:
 
 
 def _inner_size(fields: Fields, family: Family | None) -> int:
-    """Of a layer without experts; the largest where a model that is not built in has several."""
+    """Inner size of a layer without experts. If a model that is not built in has several sizes, the
+    largest."""
     sizes = fields.raw.get("intermediate_size")
     if family is None and isinstance(sizes, list) and sizes:
         return max(
@@ -234,10 +235,11 @@ def _dtype(fields: Fields, default: str) -> str:
 def _layer_types(
     fields: Fields, num_layers: int, rope_layers: tuple[bool, ...]
 ) -> tuple[int | None, int | None, tuple[str, ...]]:
-    """(window, size of a chunk, types of the layers): from layer_types, or sliding_window_pattern,
-    or max_window_layers, or all are alike; those with chunks are by default those that rotate."""
+    """(window, chunk size, layer types). The types come from layer_types, sliding_window_pattern or
+    max_window_layers; without these fields all layers are alike. By default, chunked layers are the
+    layers that rotate."""
     window = None
-    # A window that is not used may be 0.
+    # An unused window may be 0.
     if fields.get("use_sliding_window", bool, True):
         window = fields.count_or_none("sliding_window", maximum=MAX_POSITION)
     chunk = fields.count_or_none("attention_chunk_size", maximum=MAX_POSITION)
@@ -290,7 +292,7 @@ def _checked_types(
 
 
 def _rope_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer rotates: no_rope_layers has 1 for a layer that does. Empty if all do."""
+    """Whether each layer rotates, from no_rope_layers (1: rotates); empty if all layers rotate."""
     flags = fields.get("no_rope_layers", list, [])
     interval = fields.count_or_none("no_rope_layer_interval", maximum=MAX_LAYERS)
     if not flags and interval is None:
@@ -309,7 +311,7 @@ def _rope_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 def _ropes(
     fields: Fields, max_position: int, head_dim: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """(of most layers, of windowed and chunked layers where it differs)."""
+    """(rope of most layers, rope of windowed and chunked layers if it differs)."""
     raw = rope_fields(fields)
     if not is_nested(raw):
         rope = _rope(raw, fields, max_position, head_dim)
@@ -335,7 +337,7 @@ def _ropes(
 
 
 def _rope(raw: Json, fields: Fields, max_position: int, head_dim: int) -> RopeConfig:
-    """Version 5 has all in one object."""
+    """RopeConfig from a rope object; transformers 5 has all fields in this object."""
     rope = Fields(raw, fields.file)
     bounds: dict[str, float] = {"above": 1.0, "maximum": MAX_THETA}
     theta = rope.number(
@@ -349,10 +351,10 @@ def _rope(raw: Json, fields: Fields, max_position: int, head_dim: int) -> RopeCo
             f"partial_rotary_factor in {fields.file} is {partial}, it must be above 0, at most 1"
         )
     scaling, kind = None, rope.get("rope_type", str, None) or rope.get("type", str, "default")
-    # Positions with three axes are no scaling: what differs is in mrope_section.
+    # Three position axes are no scaling; only mrope_section differs.
     kind = "default" if kind == "mrope" else kind
     if kind != "default":
-        # Names in the first Phi-3 checkpoints.
+        # Scaling names in the first Phi-3 checkpoints.
         if kind == "su" or (kind == "yarn" and "short_factor" in raw):
             kind = "longrope"
         scaling = _scaling(rope, fields, kind, max_position)
@@ -380,7 +382,7 @@ def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> Rope
     original = original or rope.count_or_none(name, maximum=MAX_POSITION)
     factor = rope.number_or_none("factor", maximum=MAX_POSITION)
     if factor is None:
-        # The published longrope and some yarn checkpoints do not have it.
+        # Published longrope checkpoints, and some yarn checkpoints, have no factor.
         factor = max_position / original if original else 1.0
     if factor <= 0:
         raise ConfigError(f"the rope factor in {fields.file} is {factor}, it must be above 0")
@@ -420,7 +422,7 @@ def _eos_token_ids(
     own = eos_token_id(folder)
     if own is not None:
         listed.append(own)
-    # Some files have -1 for no such token; ids beyond the vocabulary are never sampled.
+    # -1 in some files means no such token. Ids beyond the vocabulary are never sampled.
     return tuple(dict.fromkeys(token for token in listed if 0 <= token < vocab_size))
 
 

@@ -6,17 +6,19 @@ from config.model.model_config import DEFAULT_THETA, LAYER_TYPES
 _FULL = LAYER_TYPES[0]
 _TYPES = ("rope_type", "type")
 _OWN_FIELDS = ("rope_theta", "partial_rotary_factor")
-"""Fields of config.json that count for a rope that does not have them."""
+"""Fields of config.json that apply to a rope without these fields."""
 
 
 def rope_fields(fields: Fields) -> Json:
     """The rope of config.json: rope_parameters (transformers 5) or rope_scaling (transformers 4).
     The rules for a file with both are the rules of transformers 5.24:
 
-    1. rope_scaling replaces rope_parameters, whose other fields, rope_theta too, have no effect.
+    1. rope_scaling replaces rope_parameters. The other fields of rope_parameters, including
+    rope_theta, have no effect.
+
     2. rope_parameters of several layer types stay, and rope_scaling extends full_attention.
 
-    An absent, null or empty object gives nothing.
+    An absent, null or empty object is ignored.
     """
     parameters = fields.get("rope_parameters", dict, None) or {}
     scaling = fields.get("rope_scaling", dict, None) or {}
@@ -25,7 +27,7 @@ def rope_fields(fields: Fields) -> Json:
     if is_nested(parameters) and not is_nested(scaling):
         full = Fields(parameters, fields.file).get(_FULL, dict, {})
         return {**parameters, _FULL: {**full, **scaling}}
-    # Sections of three axes belong to the model, not to a scaling that a user adds.
+    # Sections of three axes belong to the model, not to a user's scaling.
     sections = {name: value for name, value in parameters.items() if name.startswith("mrope_")}
     return {**sections, **scaling}
 
@@ -36,8 +38,8 @@ def is_nested(rope: Json) -> bool:
 
 
 def describe_rope_conflict(fields: Fields) -> str:
-    """The fields of rope_parameters that have no effect since rope_scaling has other values; empty
-    if the two agree."""
+    """Fields of rope_parameters that have no effect because rope_scaling has other values; empty if
+    both agree."""
     parameters = fields.get("rope_parameters", dict, None) or {}
     if not fields.get("rope_scaling", dict, None) or not parameters:
         return ""
@@ -54,6 +56,6 @@ def _with_type(rope: Json) -> Json:
     if is_nested(rope):
         return rope
     kind = next((rope[name] for name in _TYPES if rope.get(name) is not None), "default")
-    # Three axes are no scaling.
+    # Three position axes are no scaling.
     kind = "default" if kind == "mrope" else kind
     return {**{name: value for name, value in rope.items() if name != "type"}, "rope_type": kind}

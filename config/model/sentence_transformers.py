@@ -10,8 +10,8 @@ from config.model.json_fields import Fields, Json, read_any_json, read_json, sho
 CLS, MEAN, MAX, LAST = "cls", "mean", "max", "lasttoken"
 WEIGHTED_MEAN, MEAN_SQRT_LEN = "weightedmean", "mean_sqrt_len_tokens"
 MODES = (CLS, MEAN, MAX, LAST, WEIGHTED_MEAN, MEAN_SQRT_LEN)
-"""How the hidden states of a text become one vector, in the order in which older files concatenate
-several."""
+"""Modes of pooling hidden states into a vector, in the order in which older files concatenate
+several modes."""
 
 _OLDER = {
     CLS: "pooling_mode_cls_token",
@@ -25,7 +25,7 @@ _MODELS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta"
 """sentence_<model>_config.json: the first releases used several names, later ones always bert."""
 
 NO_LIMIT = 10**40
-"""Above the value that means no limit in tokenizer files (int(1e30))."""
+"""Upper bound of length fields. It exceeds int(1e30), which means no limit in tokenizer files."""
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 """Activations of a dense module, by their names in torch.nn."""
@@ -33,7 +33,7 @@ ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """One dense module: a linear layer and an activation."""
+    """A dense module: a linear layer and an activation."""
 
     folder: str
     in_size: int
@@ -45,7 +45,8 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class SentenceConfig:
-    """The contents of those files; the defaults are for a checkpoint without them."""
+    """Contents of the sentence-transformers files; the defaults are for a checkpoint without
+    them."""
 
     modes: tuple[str, ...]
     includes_prompt: bool = True
@@ -100,7 +101,7 @@ def read_sentence_config(folder: str) -> SentenceConfig | None:
 
 
 def _check_modalities(fields: Fields) -> None:
-    """Raise ConfigError for a model whose texts are messages of a chat."""
+    """Raise ConfigError for a model that takes chat messages as texts."""
     if "message" in fields.get("modality_config", dict, {}):
         raise ConfigError(
             f"modality_config of {fields.file} has 'message', so sentence-transformers renders "
@@ -149,13 +150,13 @@ def _modules(file: Path) -> list[tuple[str, str]]:
 
 
 def _modes(fields: Fields) -> tuple[str, ...]:
-    """Newer files name the modes, older ones have a boolean for each."""
+    """Pooling modes. Newer files name the modes; older files have a boolean for each mode."""
     named = fields.raw.get("pooling_mode")
     if named is None:
         chosen = [mode for mode, name in _OLDER.items() if fields.get(name, bool, False)]
         named = chosen or MEAN
     modes = tuple(named) if isinstance(named, list) else (named,)
-    # Without repetitions: they would make a vector of any width.
+    # No repetitions, which would make a vector of any width.
     if not modes or not all(mode in MODES for mode in modes) or len(set(modes)) < len(modes):
         raise ConfigError(
             f"the pooling mode in {fields.file} is {shown(named)}, it must be of {', '.join(MODES)}"

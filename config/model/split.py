@@ -1,4 +1,5 @@
-"""Whether a model can be divided among so many tensor-parallel ranks, from its config alone."""
+"""Checks from the config alone whether a model can be divided among tensor-parallel ranks or
+pipeline stages."""
 
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ from config.model.state_space import Divided, StateSpec
 from config.parallel import Stage
 
 MAX_RANKS = 1024
-"""Sizes of a group up to here are named in errors."""
+"""Maximum group size that errors suggest."""
 
 
 def check_split(
@@ -20,9 +21,9 @@ def check_split(
     distributes_experts: bool = False,
     num_engines: int = 1,
 ) -> None:
-    """ConfigError, with both numbers and those that work, when the model cannot be divided among so
-    many cards. `distributes_experts`: whole experts, not a part of each, are on each card, of
-    `num_engines` together."""
+    """Raise ConfigError, with both numbers and the numbers that work, if the model cannot be
+    divided among `num_cards` cards. `distributes_experts`: each card holds whole experts instead of
+    a part of each expert; the cards of all `num_engines` engines share the experts."""
     if distributes_experts and config.moe is None:
         raise ConfigError(f"{config.path} has no experts that could be distributed over ranks")
     counts = [*_divided(config, distributes_experts)]
@@ -49,7 +50,7 @@ def check_split(
 
 
 def check_stages(config: ModelConfig, num_stages: int) -> None:
-    """ConfigError when the layers of a model that is built in cannot be divided into so many
+    """Raise ConfigError if the layers of a built-in model cannot be divided into `num_stages`
     pipeline stages."""
     if num_stages == 1:
         return
@@ -73,7 +74,7 @@ def _divides(num_cards: int, count: int, may_repeat: bool) -> bool:
 def _divided(config: ModelConfig, distributes_experts: bool) -> Iterator[Divided]:
     yield config.num_heads, "query heads", False
     if latents_of(config) is None:
-        # Latents are whole on each card.
+        # Each card holds whole latents.
         yield config.num_kv_heads, "KV heads", True
     for state in {type(state): state for state in states_of(config)}.values():
         yield from state.divided()
@@ -98,17 +99,17 @@ def _mlp_size(config: ModelConfig) -> int:
 
 
 def latents_of(config: ModelConfig) -> MLASpec | None:
-    """The latent attention of a model that is built in; None if it has none."""
+    """Latent attention of a built-in model; None without latent attention."""
     return decoder_spec(config).mla if config.architecture in ARCHITECTURES else None
 
 
 def states_of(config: ModelConfig) -> tuple[StateSpec, ...]:
-    """The layers that keep a state of each sequence, of a model that is built in."""
+    """State specs of the layers of a built-in model that keep a recurrent state."""
     if config.architecture not in ARCHITECTURES:
         return ()
     return decoder_spec(config).states
 
 
 def cross_layers_of(config: ModelConfig) -> int:
-    """How many layers of a model that is built in read images in place of tokens."""
+    """Number of cross-attention layers of a built-in model."""
     return decoder_spec(config).num_cross_layers if config.architecture in ARCHITECTURES else 0

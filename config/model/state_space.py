@@ -14,8 +14,8 @@ GATED_DELTA_CHUNK = 64
 
 StateKind = Literal["mamba2", "gated_delta", "short_conv"]
 Divided = tuple[int, str, bool]
-"""What tensor-parallel ranks divide: how many there are, what they are, and whether there may be
-fewer than ranks, each on several of them."""
+"""(count, name, may_repeat) of something that tensor-parallel ranks divide. may_repeat: the count
+may be smaller than the number of ranks; several ranks then share an item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +25,10 @@ class Mamba2Spec:
     num_heads: int
     head_dim: int
     num_groups: int
-    """Neighbouring heads of a group share B and C."""
+    """Number of groups. Neighbouring heads of a group share B and C."""
     state_size: int
     conv_kernel: int
-    """Inputs that the convolution sees, the token's own included."""
+    """Number of inputs that the convolution sees, including the token's own input."""
     conv_bias: bool
     proj_bias: bool
 
@@ -38,7 +38,7 @@ class Mamba2Spec:
 
     @property
     def group_size(self) -> int:
-        """Of B, and of C."""
+        """Channels of B, and also of C."""
         return self.num_groups * self.state_size
 
     @property
@@ -48,12 +48,12 @@ class Mamba2Spec:
 
     @property
     def conv_elements(self) -> int:
-        """Of a request's convolution state."""
+        """Elements of a request's convolution state."""
         return (self.conv_kernel - 1) * self.conv_size
 
     @property
     def state_elements(self) -> int:
-        """Of a request's recurrent state, which is in float32."""
+        """Elements of a request's recurrent state, which is float32."""
         return self.num_heads * self.head_dim * self.state_size
 
     @property
@@ -67,8 +67,8 @@ class Mamba2Spec:
         yield self.num_groups, "groups of its Mamba layers (mamba_n_groups)", True
 
     def on_rank(self, num_ranks: int) -> "Mamba2Spec":
-        """The part of the layer on each of so many ranks, which divide its heads. Of fewer groups
-        than ranks, each is on several ranks."""
+        """The part of the layer on each of `num_ranks` ranks. Heads are divided among the ranks.
+        Each group is on several ranks if there are fewer groups than ranks."""
         groups = max(1, self.num_groups // num_ranks)
         return replace(self, num_heads=self.num_heads // num_ranks, num_groups=groups)
 
@@ -78,16 +78,17 @@ class GatedDeltaSpec:
     """A gated DeltaNet layer."""
 
     num_key_heads: int
-    """Of queries and of keys."""
+    """Number of query heads and of key heads."""
     num_value_heads: int
-    """A multiple of `num_key_heads`: neighbours share a key head."""
+    """Number of value heads, a multiple of `num_key_heads`: neighbouring value heads share a key
+    head."""
     key_dim: int
     value_dim: int
     conv_kernel: int
-    """As in Mamba2Spec."""
+    """Kernel size of the convolution."""
     fused_weights: bool
-    """The checkpoint holds in_proj_qkvz and in_proj_ba, each by key head, not in_proj_qkv,
-    in_proj_z, in_proj_b and in_proj_a."""
+    """Whether the checkpoint holds in_proj_qkvz and in_proj_ba, each grouped by key head, instead
+    of in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
 
     @property
     def key_size(self) -> int:
@@ -122,7 +123,9 @@ class GatedDeltaSpec:
         yield self.num_key_heads, "key heads of its linear attention", True
 
     def on_rank(self, num_ranks: int) -> "GatedDeltaSpec":
-        """As that of Mamba2Spec, for value heads and for key heads."""
+        """The part of the layer on each of `num_ranks` ranks. Value heads and key heads are divided
+        among the ranks. Each key head is on several ranks if there are fewer key heads than
+        ranks."""
         key_heads = max(1, self.num_key_heads // num_ranks)
         value_heads = self.num_value_heads // num_ranks
         return replace(self, num_key_heads=key_heads, num_value_heads=value_heads)
@@ -135,7 +138,7 @@ class ShortConvSpec:
     conv_size: int
     """Channels of the convolution."""
     conv_kernel: int
-    """Inputs that the convolution sees, the token's own included."""
+    """Number of inputs that the convolution sees, including the token's own input."""
     bias: bool
     """Whether the convolution and both projections add a bias."""
 

@@ -1,30 +1,31 @@
-"""Ring caches of layers with a window: their size, and whether they hold more than blocks of the
-whole context do. Pure arithmetic without torch."""
+"""Ring caches of sliding-window layers: their size, and whether they save memory compared with
+blocks of the whole context. Pure arithmetic without torch."""
 
 from typing import NamedTuple
 
 
 def ring_blocks(window: int, block_size: int) -> int:
-    """Blocks that the last `window` tokens of a sequence can lie in."""
+    """Maximum number of blocks that the last `window` tokens of a sequence span."""
     return -(-(window - 1) // block_size) + 1
 
 
 class CacheSizes(NamedTuple):
-    """Bytes of the two forms of a model's KV cache."""
+    """Sizes in bytes of the two layouts of a model's KV cache."""
 
     block: int
-    """One block of all layers."""
+    """A block of all layers."""
     full_block: int
-    """One block of the layers that see all tokens."""
+    """A block of the layers with full attention."""
     rings: int
-    """The rings of the layers with a window, of all requests."""
+    """The rings of the layers with a window, for all requests together."""
 
 
 def rings_hold_more(sizes: CacheSizes, available: int, wanted_blocks: int) -> bool:
-    """Whether more of `wanted_blocks` fit into `available` bytes with rings than without, or as
-    many in fewer bytes.
+    """Whether more of `wanted_blocks` fit into `available` bytes with rings than without, or
+    equally many in fewer bytes.
 
-    False without layers that see all tokens: requests are admitted by the blocks of those.
+    False for a model without full-attention layers: requests are admitted by the blocks of these
+    layers.
     """
     if not sizes.full_block or sizes.full_block == sizes.block:
         return False

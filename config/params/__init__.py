@@ -1,2 +1,2 @@
-"""Parameters of one request (sampling, beam search, pooling, structured output), and settings of
-what requests may ask beyond the model: adapters, speculation."""
+"""Parameters of a request (sampling, beam search, pooling, structured output), and settings of
+adapters and speculation."""

@@ -7,12 +7,12 @@ import msgspec
 from config.errors import UserError
 
 MAX_LENGTH_PENALTY = 10.0
-"""Absolute value; far above it scores overflow a float."""
+"""Maximum absolute value of length_penalty. Scores overflow a float far above it."""
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Names and defaults are vLLM's; the results are those of `generate` of
-    transformers with `num_beams`. Raises `UserError` when a value is out of range."""
+    """Beam search parameters. Names and defaults are vLLM's; results equal the results of
+    transformers' `generate` with `num_beams`. Raises `UserError` when a value is out of range."""
 
     beam_width: int
     """Number of beams, and of returned sequences."""

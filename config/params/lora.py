@@ -8,7 +8,7 @@ from config.json_text import parse_json
 from config.setting import check_settings, setting
 
 EMBEDDING, HEAD, EXPERTS = EXTRA_TARGETS = ("embedding", "head", "experts")
-"""Parts of a model that adapters change less often, and that have buffers only on demand."""
+"""Optional targets of adapters, whose buffers are allocated only on demand."""
 AUTO = "auto"
 IMAGE = "image"
 
@@ -21,11 +21,11 @@ class NamedAdapter(NamedTuple):
     base_model_name: str | None = None
     """The parent that the list of models shows; None: the served model."""
     kind: str = ""
-    """IMAGE: requests with images have it that name no adapter."""
+    """IMAGE: the default adapter of requests with images that name no adapter."""
     root: str = ""
-    """As AdapterFolder.root."""
+    """Root folder of the adapter, see AdapterFolder.root."""
     label: str = ""
-    """The folder as its user wrote it."""
+    """The folder as the user wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class LoRAConfig:
 
     @property
     def adapters(self) -> tuple[NamedAdapter, ...]:
-        """Those of `lora_modules`, and of `default_mm_loras`."""
+        """Adapters of `lora_modules` and of `default_mm_loras`."""
         return (
             *map(_named_adapter, self.lora_modules),
             *_default_adapters(self.default_mm_loras),

@@ -1,4 +1,4 @@
-"""OffloadConfig: what is kept outside the device's memory, KV blocks and weights, and how much."""
+"""OffloadConfig: KV blocks and weights that are kept outside the device's memory."""
 
 from dataclasses import dataclass
 
@@ -69,11 +69,11 @@ class OffloadConfig:
         return self.swap_space > 0 or self.kv_offloading_size > 0
 
     def host_bytes(self, num_devices: int) -> int:
-        """Of host memory for the blocks of one of `num_devices`."""
+        """Host memory in bytes for the KV blocks of each of `num_devices` devices."""
         return int((self.swap_space + self.kv_offloading_size / num_devices) * GIB)
 
     def file_bytes(self, num_devices: int) -> int:
-        """Of files for the blocks of one of `num_devices`."""
+        """File space in bytes for the KV blocks of each of `num_devices` devices."""
         if self.kv_offloading_dir is None:
             return 0
         return int(self.kv_offloading_dir_size / num_devices * GIB)

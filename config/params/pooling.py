@@ -1,4 +1,4 @@
-"""PoolingParams: the pooling parameters of one request; PoolingFacts: what a pooling model
+"""PoolingParams: the pooling parameters of a request. PoolingFacts: what a pooling model
 supports."""
 
 import msgspec
@@ -17,10 +17,10 @@ TASKS = (EMBED, TOKEN_EMBED, SCORE, CLASSIFY)
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """How to pool the hidden states of one text or pair.
+    """How to pool the hidden states of a text or pair.
 
-    Raises `UserError` for a value that no model supports; the engine refuses what its model does
-    not.
+    Raises `UserError` for a value that no model supports; the engine refuses values that its model
+    does not support.
     """
 
     task: str = EMBED
@@ -31,10 +31,10 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Vectors of length 1; for score and classify, numbers between 0 and 1 instead of logits.
     None: the model's default."""
     num_first: int = 0
-    """Tokens of the first text of a pair; those after it have token type 1, if the model has token
-    types. 0: a single text."""
+    """Number of tokens of the first text of a pair; later tokens have token type 1, if the model
+    has token types. 0: a single text."""
     num_skipped: int = 0
-    """Tokens at the front that are computed but not pooled: a prompt."""
+    """Number of leading tokens that are computed but not pooled: a prompt."""
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -59,9 +59,9 @@ class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tasks: tuple[str, ...]
     """The supported TASKS."""
     width: int
-    """Numbers in a vector of embed and classify."""
+    """Size of a vector of embed and classify."""
     token_width: int
-    """Numbers in each vector of token_embed."""
+    """Size of each vector of token_embed."""
     normalizes: bool = False
     """Default of PoolingParams.normalize."""
     dimensions: tuple[int, ...] | None = ()

@@ -1,4 +1,4 @@
-"""SamplingParams: the sampling parameters of one request."""
+"""SamplingParams: the sampling parameters of a request."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,14 +16,16 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
-"""Every row of a batch is padded to the largest number and length of bad words in it."""
+"""Maximum tokens of a bad word. Every request of a batch is padded to the batch's largest number
+and length of bad words."""
 MAX_LISTED_TOKENS = 300_000
-"""Token ids that the fields of a request list, times its sequences: each sequence has its own copy
-in the message, the engine and the worker. More than any vocabulary has."""
+"""Maximum number of token ids in the list fields of a request, times its sequences: each sequence
+has its own copy in the message, the engine and the worker. Larger than any vocabulary."""
 MAX_LISTED_BIASES = 65_536
-"""The same for `logit_bias`, whose entries cost several times as much."""
+"""Maximum number of `logit_bias` entries, times sequences. An entry costs several times as much as
+a listed token id."""
 MAX_LISTED_WORDS = 16_384
-"""The same for bad words; a row of the sampler's table for each."""
+"""Maximum number of bad words, times sequences. Each takes a row of the sampler's table."""
 
 ID_LISTS = ("stop_token_ids", "allowed_token_ids")
 _TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids")
@@ -54,26 +56,26 @@ def _finite(value: float) -> bool:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """How to sample one request. Neutral values change no bit of the logits.
+    """How to sample a request. Neutral values leave the logits bit-identical.
 
-    Names, ranges and defaults are those of the OpenAI API, and of vLLM for its extensions.
-    They apply in this order: allowed and banned tokens, `min_tokens`, `logit_bias`; penalties;
-    temperature; `min_p`; `top_k`; `top_p`. Raises `UserError` when a value is out of range.
+    Names, ranges and defaults follow the OpenAI API; extensions follow vLLM. They apply in this
+    order: allowed and banned tokens, `min_tokens`, `logit_bias`; penalties; temperature; `min_p`;
+    `top_k`; `top_p`. Raises `UserError` when a value is out of range.
     """
 
     n: int = 1
     temperature: float = 1.0
-    """0 is greedy."""
+    """Temperature; 0 means greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 or -1 is off."""
+    """Number of most likely tokens to sample from; 0 or -1: off."""
     min_p: float = 0.0
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     max_tokens: int | None = 16
-    """None: up to max_model_len."""
+    """Maximum number of output tokens; None: up to max_model_len."""
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: TokenIds = ()
@@ -81,7 +83,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
-    """None: none. k: the chosen token and the k most likely ones."""
+    """Number of most likely tokens whose log-probabilities are returned, besides the chosen token;
+    None: no log-probabilities."""
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     allowed_token_ids: TokenIds | None = None
@@ -92,7 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
-    """-1: the context; k: keep the last k tokens of the prompt."""
+    """Number of last prompt tokens to keep; -1: the context length."""
     structured_outputs: GrammarSpec | None = None
     """The grammar of the output; may be given as `{kind: value}`."""
     thinking_token_budget: int | None = None
@@ -128,7 +131,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return msgspec.structs.replace(self, **changes)
 
     def replace_unchecked(self, **changes: Any) -> "SamplingParams":
-        """A copy with `changes` that are known to be valid: long lists are not checked again."""
+        """A copy with `changes` that are already valid: long lists are not checked again."""
         other = copy(self)
         for name, value in changes.items():
             msgspec.structs.force_setattr(other, name, value)
@@ -155,7 +158,8 @@ def _is_integer(value: object) -> bool:
 
 
 def _check_kinds(params: SamplingParams) -> None:
-    """Offline this is the only check of a caller's values."""
+    """Raise UserError for values of the wrong type. Offline, no other code checks a caller's
+    values."""
     for name in ("n", "top_k", "min_tokens", *_OPTIONAL):
         value = getattr(params, name)
         _check(value is None or _is_integer(value), name, value, "an integer")
@@ -186,7 +190,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("repetition_penalty", lambda value: _finite(value) and value > 0, "greater than 0"),
     ("seed", lambda seed: -(2**63) <= seed < 2**63, "a 64-bit integer"),
 )
-"""(name, whether a value is allowed, which are)."""
+"""(name, predicate for allowed values, description of the allowed values)."""
 _OPTIONAL = (
     "seed",
     "max_tokens",
@@ -222,7 +226,7 @@ def _check_tokens(params: SamplingParams) -> None:
 
 
 def _are_biases(values: Collection[float]) -> bool:
-    """Whether all are finite, and between -100 and 100; the sum of numbers with a NaN is NaN."""
+    """Whether all values are finite and between -100 and 100. A NaN makes the sum NaN."""
     return (
         set(map(type, values)) <= {int, float}
         and max(values) <= 100
@@ -262,7 +266,7 @@ def _as_tuple(params: SamplingParams, name: str) -> None:
     if isinstance(value, tuple) or (value is None and name == "allowed_token_ids"):
         return
     if isinstance(value, bytes) and name in ID_LISTS:
-        # From another process, which checked it.
+        # Bytes come from another process, which has checked them.
         return
     if value is None:
         value = ()

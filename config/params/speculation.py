@@ -1,4 +1,4 @@
-"""SpeculationConfig: how tokens are drafted that a decode verifies, as `vllm serve` spells it."""
+"""SpeculationConfig: settings of speculative decoding, in the spelling of `vllm serve`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,13 +29,14 @@ METHOD_KEYS: Mapping[str, tuple[str, ...]] = {
     MEDUSA: _HEAD,
     MLP_SPECULATOR: _HEAD,
 }
-"""Values of SpeculationMethod.method, and the keys that each has beside those of all methods."""
+"""Value of SpeculationMethod.method -> keys that only this method takes, besides the keys of all
+methods."""
 NOT_BUILT = ("ngram_gpu", "custom_class")
 """Methods of vLLM that are refused."""
 SPELLINGS: Mapping[str, str] = {"deepseek_mtp": MTP}
 """Older names of methods."""
 OLD_NGRAM = "[ngram]"
-"""The value of --speculative-model that means the method."""
+"""Value of --speculative-model that selects the ngram method."""
 DEFAULT_LOOKUP_MAX, DEFAULT_LOOKUP_MIN = 4, 2
 DEFAULT_SUFFIX_DEPTH = 24
 MAX_DRAFTS, MAX_LOOKUP = 64, 64
@@ -60,20 +61,21 @@ _REFUSED_KEYS = (
     *("quantization", "code_revision", "disable_by_batch_size", "speculative_token_tree"),
     *("enforce_eager", "disable_padded_drafter_batch", "parallel_drafting", "draft_load_config"),
 )
-"""Keys of vLLM that mean nothing to the methods that are built."""
+"""Keys of vLLM that have no meaning for the supported methods."""
 
 
 class SuffixLimits(NamedTuple):
     """vLLM's settings of suffix decoding."""
 
     max_depth: int = DEFAULT_SUFFIX_DEPTH
-    """Tokens of a match and its continuation together."""
+    """Maximum tokens of a match and its continuation together."""
     max_cached_requests: int = 10_000
-    """Whose outputs are indexed; 0: the request's own text alone."""
+    """Maximum number of requests whose outputs are indexed; 0: only the request's own text."""
     max_spec_factor: float = 1.0
-    """Drafts for each token that matches."""
+    """Maximum drafts per token of the match."""
     min_token_prob: float = 0.1
-    """Of a draft and those before it, by how often they followed."""
+    """Minimum probability of a draft together with the drafts before it, estimated from how often
+    they followed."""
 
 
 USUAL_SUFFIX_LIMITS = SuffixLimits()
@@ -85,33 +87,34 @@ class SpeculationMethod:
 
     method: str
     max_drafts: int
-    """Draft tokens of a request in one step."""
+    """Maximum draft tokens per request and step."""
     lookup_max: int = DEFAULT_LOOKUP_MAX
     lookup_min: int = DEFAULT_LOOKUP_MIN
-    """Longest and shortest n-gram that `ngram` looks for."""
+    """Shortest n-gram that `ngram` looks up; `lookup_max` is the longest."""
     adaptive: bool = True
-    """Whether fewer tokens are drafted where drafts cost more than they bring."""
+    """Whether fewer tokens are drafted when drafts cost more time than they save."""
     model: str = ""
-    """Name of the checkpoint that drafts, as --model; empty: the method needs none."""
+    """Draft checkpoint, with the same forms as --model; empty: the method needs no checkpoint."""
     revision: str | None = None
-    """Of a hub id."""
+    """Revision of a hub id."""
     max_model_len: int | None = None
-    """Of the drafter: behind so many tokens nothing is drafted; None: what its checkpoint takes."""
+    """Maximum context of the drafter in tokens, after which it drafts nothing; None: the limit of
+    the drafter's checkpoint."""
     draft_tensor_parallel_size: int | None = None
-    """Devices that the drafter is divided among; None: as the target."""
+    """Number of devices that the drafter is divided among; None: as many as the target."""
 
     suffix: SuffixLimits = USUAL_SUFFIX_LIMITS
-    """Of the method `suffix`."""
+    """Limits of the method `suffix`."""
 
     @property
     def has_drafter(self) -> bool:
-        """Whether a model or a head drafts."""
+        """Whether a draft model or a draft head proposes tokens."""
         return "draft_tensor_parallel_size" in METHOD_KEYS[self.method]
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Speculative decoding; off unless a method is named."""
+    """Settings of speculative decoding, which is off unless a method is named."""
 
     speculative_config: str | None = setting(
         None,
@@ -148,7 +151,7 @@ class SpeculationConfig:
         return method is not None and method.method in (EAGLE, EAGLE3, MTP)
 
     def max_tokens_per_step(self) -> int:
-        """Tokens that a decode of one sequence computes: its last token and its drafts. Raises
+        """Tokens that a decode computes per sequence: its last token and its drafts. Raises
         ConfigError."""
         method = self.choose()
         return 1 if method is None else 1 + method.max_drafts
@@ -184,7 +187,7 @@ def _parse(text: str | None) -> dict[str, object]:
         raise ConfigError(f"speculative_config is {text!r}, which is no JSON: {error}") from None
     if not isinstance(options, dict):
         raise ConfigError(f"speculative_config is {text!r}, it must be a JSON object")
-    # vLLM's own defaults written out ask for nothing.
+    # vLLM's defaults, written out, request nothing.
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -210,7 +213,7 @@ def _speculation(options: Mapping[str, object]) -> SpeculationMethod:
                 f"speculative_config has {name}, which the method {method} does not use"
             )
     if method == SUFFIX:
-        # The depth alone limits the drafts, as in vLLM.
+        # Only the depth limits the drafts, as in vLLM.
         depth = _number(options, f"{_SUFFIX}max_tree_depth") or DEFAULT_SUFFIX_DEPTH
         options = {"num_speculative_tokens": min(depth, MAX_DRAFTS), **options}
     if "num_speculative_tokens" not in options:
@@ -235,7 +238,7 @@ def _speculation(options: Mapping[str, object]) -> SpeculationMethod:
 
 
 def _method(options: Mapping[str, object]) -> str:
-    """The method; if only a model is named, what vLLM takes from the name."""
+    """The method. If only a model is given, the method that vLLM infers from the model's name."""
     method = options.get("method")
     method = SPELLINGS.get(str(method), method)
     built = ", ".join(METHOD_KEYS)
@@ -256,7 +259,7 @@ def _method(options: Mapping[str, object]) -> str:
 
 
 def _suffix(options: Mapping[str, object]) -> SuffixLimits:
-    """The settings of suffix decoding. ConfigError for numbers out of their ranges."""
+    """Settings of suffix decoding. Raises ConfigError for numbers out of range."""
     given: dict[str, float] = {}
     for name in METHOD_KEYS[SUFFIX]:
         value = options.get(name)
@@ -277,7 +280,8 @@ def _suffix(options: Mapping[str, object]) -> SuffixLimits:
 
 
 def _lookups(options: Mapping[str, object]) -> tuple[int, int]:
-    """The longest and the shortest n-gram; one that is not given is the other's, as in vLLM."""
+    """(longest, shortest) n-gram. If only a single limit is given, it is used for both, as in
+    vLLM."""
     names = ("prompt_lookup_max", "prompt_lookup_min")
     given = [_limited(options, name, MAX_LOOKUP) for name in names if name in options]
     if not given:

@@ -12,9 +12,9 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 FREE = "free"
 """Any text, after reasoning with a token limit. Internal: no request can set it."""
 MAX_CHARACTERS = 1 << 18
-"""Length of a spec, 256 Ki characters; every sequence sends its spec to the engine."""
+"""Maximum length of a spec in characters (256 Ki). Every sequence sends its spec to the engine."""
 MAX_REQUEST_CHARACTERS = 1 << 24
-"""Length of a spec, times the sequences of its request."""
+"""Maximum length of a spec, times the sequences of its request."""
 MAX_CHOICES = 10_000
 
 
@@ -24,7 +24,8 @@ class ThinkingSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_inside: bool
-    """Whether the output begins inside the reasoning; else it may begin with one of `opens`."""
+    """Whether the output begins inside the reasoning; otherwise it may begin with any of
+    `opens`."""
     skips_blanks: bool
     """Whether line breaks may separate the reasoning from the rest."""
 
@@ -66,7 +67,7 @@ def grammar_spec(fields: Mapping[str, Any]) -> GrammarSpec | None:
 
 
 def _is_unset(name: str, value: object) -> bool:
-    # A JSON schema may be false (nothing is valid), which is not the same as unset.
+    # A JSON schema may be false (nothing is valid), which differs from unset.
     return value is None or (value is False and name != "json")
 
 
@@ -143,14 +144,14 @@ def _to_json(value: object) -> str:
 
 
 def least_characters(value: object) -> int:
-    """Minimum number of characters of `value` as JSON; beyond MAX_CHARACTERS, of a part of it."""
+    """Minimum number of characters of `value` as JSON. Counting stops beyond MAX_CHARACTERS."""
     count, unread = 0, [value]
     while unread:
         entry = unread.pop()
         if isinstance(entry, str):
             count += 2 + len(entry)
         elif isinstance(entry, (dict, list, tuple)):
-            # Brackets and commas; of an object also the quotes and colons of its names.
+            # Brackets and commas; for an object also the quotes and colons of its keys.
             count += 1 + len(entry) * (4 if isinstance(entry, dict) else 1)
         else:
             count += 1

@@ -1,4 +1,4 @@
-"""Lists of token ids: tuples, or bytes where a list is long."""
+"""Lists of token ids: tuples, or bytes for long lists."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ and a tuple of as many integers in 15 ms."""
 TokenArray = npt.NDArray[np.int64]
 ID_BYTES = 4
 MAX_UNPACKED = 1_024
-"""Ids of a list that stays a tuple."""
+"""Maximum number of ids in a list that stays a tuple."""
 
 
 def num_ids(ids: TokenIds) -> int:
@@ -20,14 +20,14 @@ def num_ids(ids: TokenIds) -> int:
 
 
 def token_array(ids: TokenIds) -> TokenArray:
-    """(n,) int64. OverflowError for an integer beyond 64 bits."""
+    """(n,) int64. Raises OverflowError for an integer beyond 64 bits."""
     if isinstance(ids, bytes):
         return np.frombuffer(ids, dtype="<u4").astype(np.int64)
     return np.fromiter(ids, dtype=np.int64, count=len(ids))
 
 
 def packed(ids: TokenArray) -> TokenIds:
-    """The list, as bytes if it is long. Each id fits 32 bits."""
+    """The list as TokenIds: bytes if it is long. Every id must fit 32 bits."""
     return ids.astype("<u4").tobytes() if len(ids) > MAX_UNPACKED else tuple(ids.tolist())
 
 

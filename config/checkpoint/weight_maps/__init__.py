@@ -1,5 +1,5 @@
-"""Which tensors a checkpoint holds, and which parameter of the model each one fills: base.py, and a
-file per kind of model or part of a layer.
+"""Weight maps: which tensors a checkpoint holds and which model parameter each tensor fills.
+base.py has the types; each kind of model or part of a layer has a file.
 
-Declared once, without torch: for the loader, the size estimate and the check of shapes.
+The loader, the size estimate and the check of shapes share these maps. No torch here.
 """

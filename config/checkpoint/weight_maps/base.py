@@ -10,7 +10,7 @@ from config.model.quantization.base import PARAMETERS, WeightPart, WeightScheme
 
 
 class WeightSpec(NamedTuple):
-    """One tensor of a checkpoint."""
+    """A tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -20,66 +20,68 @@ class WeightSpec(NamedTuple):
     """The fields of config.json that `shape` comes from; empty: the shape is not compared with the
     files before the model is built."""
     output_sizes: tuple[int, ...] = ()
-    """Of a parameter that merges several outputs along its first dimension: their sizes."""
+    """Sizes of the outputs that the parameter merges along its first dimension."""
     outputs: tuple[int, ...] = ()
-    """Which of `output_sizes` the tensor holds."""
+    """Indices in `output_sizes` of the outputs that the tensor holds."""
     num_heads: tuple[int, ...] = ()
-    """Heads of each output, where they consist of heads: of fewer heads than ranks, each is on
-    several ranks."""
+    """Number of heads of each output, if outputs consist of heads. With fewer heads than ranks,
+    each head is on several ranks."""
     shard_dim: int | None = None
     """The dimension of the parameter that tensor parallelism divides; None: every rank holds the
     whole."""
     expert: int | None = None
-    """Of a parameter that stacks experts along its first dimension: which one the tensor holds. The
-    fields above then describe one expert."""
+    """Index of the expert that the tensor holds, if the parameter stacks experts along its first
+    dimension. The fields above then describe a single expert."""
     total_experts: int | None = None
-    """Of such a parameter, if the tensor holds one expert: how many there are."""
+    """Number of experts that the parameter stacks, if the tensor holds a single expert."""
     num_experts: int | None = None
-    """Of such a parameter, if the tensor holds all experts, stacked likewise: how many."""
+    """Number of experts that the tensor holds, if it stacks all experts along a first dimension as
+    the parameter does."""
     interleaved_size: int | None = None
-    """Of a tensor of heads whose neighbouring rows are rotated together: rows of a head. In the
-    parameter those are in its two halves."""
+    """Rows per head, if rotated pairs are neighbouring rows in the tensor. In the parameter, the
+    first and second elements of the pairs are the two halves of the rotated rows."""
     rotated_size: int | None = None
-    """Of such a head, the leading rows that are rotated; None: all."""
+    """Number of leading rows of each head that are rotated; None: all rows."""
     interleaved_dim: int = 0
-    """The dimension of the tensor that has those rows."""
+    """The dimension of the tensor that has the interleaved rows."""
     transposed: bool = False
-    """The last two dimensions are swapped in the parameter."""
+    """Whether the last two dimensions are swapped in the parameter."""
     row_groups: int | None = None
-    """Of a tensor with several outputs: in how many groups its rows are, each with a part of each
-    output, such as the queries, the key and the value of one KV head. None: the outputs are behind
-    each other."""
+    """Number of row groups of a tensor with several outputs. Each group has a part of every output,
+    such as the queries, the key and the value of a KV head. None: the outputs are concatenated."""
     row: int | None = None
-    """Of an output that consists of rows, the one that the tensor holds."""
+    """Index of the row that the tensor holds, if the tensor is a single row of an output."""
     offset: float = 0.0
     """Added to the tensor, in float32."""
     normalized: bool = False
-    """Each row is scaled to a length of 1."""
+    """Whether each row is scaled to length 1."""
     interleaved_start: int = 0
-    """Rows of each head in front of those of `interleaved_size`, which stay as they are."""
+    """Number of rows at the start of each head, before the `interleaved_size` rows, that keep their
+    order."""
     repeats: int | None = None
-    """How often the tensor is repeated along a new first dimension; None: there is none."""
+    """Number of repetitions of the tensor along a new first dimension; None: no repetition."""
     leading_rows: int | None = None
-    """How many rows at the beginning of the tensor the parameter has; None: all."""
+    """Number of rows at the beginning of the tensor that the parameter has; None: all."""
     mxfp4: Literal["", "blocks", "scales"] = ""
-    """Of a parameter whose checkpoint has MXFP4: which half of it the tensor is. Both halves have
-    the other fields in common."""
+    """Which half of an MXFP4 weight the tensor is. Both halves have the same other fields."""
     mxfp4_columns: tuple[int, int] | None = None
-    """Of the columns in the blocks, the begin and the end of those that the parameter has; None:
-    all."""
+    """(begin, end) of the parameter's columns within the columns of the stored blocks; None: all
+    columns."""
     rounds_up: bool = False
-    """Where the ranks cannot divide the tensor evenly, the shards of the parameter are rounded up,
-    and zero where the tensor ends."""
+    """Whether shard sizes are rounded up if the ranks cannot divide the tensor evenly. Rows beyond
+    the end of the tensor are zero."""
     scheme: WeightScheme | None = None
-    """Of a quantized weight. The fields above, but `name`, then describe the weight itself."""
+    """Storage scheme of a quantized weight; None: not quantized. The fields above, except `name`,
+    then describe the weight itself."""
     part: WeightPart | None = None
-    """Which of the tensors it is stored as."""
+    """Which stored tensor of the quantized weight this is."""
     is_kv_scale: bool = False
-    """One number above 0: the scale of a layer's cached keys or values."""
+    """Whether the tensor is the scale of a layer's cached keys or values: a single number above
+    0."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of the tensor in the file."""
+        """Shape of the tensor in the file."""
         if self.part is None:
             return self.shape
         if self.num_experts is not None:
@@ -87,7 +89,7 @@ class WeightSpec(NamedTuple):
         return self.part.shape(*self.shape)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of `shape` is the one."""
+        """Whether a tensor of `shape` can be this tensor."""
         if self.is_kv_scale:
             return math.prod(shape) == 1
         expected = self.stored_shape
@@ -95,8 +97,8 @@ class WeightSpec(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The name of the linear layer, or of the stacked experts, of a quantized weight in the
-        checkpoint."""
+        """Checkpoint name of the linear layer, or of the stacked experts, that the quantized weight
+        belongs to."""
         assert self.part is not None
         if self.num_experts is not None:
             return self.name.removesuffix(self.part.suffix)
@@ -104,38 +106,39 @@ class WeightSpec(NamedTuple):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether it is the weight of all experts for one of their products."""
+        """Whether the tensor holds a projection weight of all experts."""
         parameter = self.parameter.rpartition(".")[2]
         return self.num_experts is not None and parameter in ("w13_weight", "w2_weight")
 
     @property
     def quantized_parameter(self) -> str:
-        """Path of the parameter that the tensor of a quantized weight fills in a layer that keeps
-        it quantized; empty if none does."""
+        """Path of the parameter that this tensor of a quantized weight fills, in a layer that keeps
+        the weight quantized; empty if no parameter holds the tensor."""
         assert self.part is not None
         name = PARAMETERS.get(self.part.role)
         return "" if name is None else self.parameter.removesuffix("weight") + name
 
     @property
     def mxfp4_parameter(self) -> str:
-        """As quantized_parameter, of a half of MXFP4; empty if it is none."""
+        """Path of the parameter that keeps this MXFP4 half as stored; empty if the tensor is no
+        MXFP4 half."""
         return self.mxfp4 and self.parameter.removesuffix("weight") + self.mxfp4
 
     @property
     def is_stored_as_is(self) -> bool:
-        """Whether the bytes of the tensor are those of a part of the parameter with its dtype."""
+        """Whether the bytes of the tensor, if it has the dtype of the parameter, are a part of the
+        bytes of the parameter."""
         changes = (self.transposed, self.offset, self.normalized, self.mxfp4, self.part)
         is_set = (self.interleaved_size, self.row_groups, self.row, self.repeats, self.leading_rows)
         return not (any(changes) or self.is_kv_scale) and all(one is None for one in is_set)
 
     def num_shards(self, output: int, num_ranks: int) -> int:
-        """How many different shards of `output` there are on so many ranks, in the order of the
-        ranks."""
+        """Number of distinct shards of `output` on `num_ranks` ranks; shards are in rank order."""
         return min(num_ranks, self.num_heads[output]) if self.num_heads else num_ranks
 
     def num_elements(self) -> int:
-        """Of the parameter, those that the tensor fills; of a quantized weight, those of the
-        weight."""
+        """Number of elements of the parameter that the tensor fills, or of the quantized weight; 0
+        for scales and other extra tensors."""
         if self.mxfp4 == "scales" or (self.part is not None and self.part.role != "values"):
             return 0
         if self.mxfp4_columns is not None:
@@ -152,32 +155,34 @@ class WeightMap:
     """The tensors of a model, with all names as `map_name` gives them."""
 
     outer: tuple[WeightSpec, ...]
-    """Outside the layers."""
+    """Tensors outside the layers."""
     layers: tuple[tuple[WeightSpec, ...], ...] = ()
-    """Of each layer, names and parameters relative to the two prefixes below."""
+    """Tensors of each layer, with names and parameters relative to the two prefixes below."""
     layer_prefix: str = ""
-    """Before the layer's index in the checkpoint, such as `model.layers.`."""
+    """Prefix of the layer's index in the checkpoint, such as `model.layers.`."""
     parameter_prefix: str = ""
-    """Before the layer's index in the model."""
+    """Prefix of the layer's index in the model."""
     stripped_prefixes: tuple[str, ...] = ()
     """Prefixes that a checkpoint may put before every name."""
     default_prefix: str = ""
-    """Put before a name that begins with none of `known_prefixes`."""
+    """Prefix that is added to names that begin with none of `known_prefixes`."""
     known_prefixes: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
-    """(old, new) parts of names in early checkpoints."""
+    """(old, new) substrings of names in early checkpoints."""
     ignored_prefixes: tuple[str, ...] = ()
-    """Of tensors that a checkpoint may hold and the model does not need."""
+    """Name prefixes of tensors that a checkpoint may hold and the model does not need."""
     ignored_suffixes: tuple[str, ...] = ()
     optional: tuple[WeightSpec, ...] = ()
-    """Tensors that a checkpoint may hold; some are other names of the same one."""
+    """Tensors that a checkpoint may hold; some are alternative names of the same tensor."""
     alternatives: tuple[tuple[WeightSpec, ...], ...] = ()
-    """Groups of tensors of a layer. A checkpoint may hold each group in place of the tensors of
-    `layers` with the same parameters: one tensor of all experts in place of a tensor for each."""
+    """Groups of tensors of a layer. A checkpoint may hold a group in place of the tensors of
+    `layers` with the same parameters, such as a tensor of all experts in place of a tensor for each
+    expert."""
     is_text_part: bool = False
-    """Whether the checkpoint holds a model with images or audio, and the map its text model."""
+    """Whether this map covers only the text model of a checkpoint with images or audio."""
     has_tower: bool = False
-    """The vision tower is loaded too, by a map of its own: this one is of the rest, or of it."""
+    """Whether the vision tower is loaded too. It has a separate map; this field is set in the map
+    of the text model and in the map of the tower."""
 
     def entries(self) -> Iterator[WeightSpec]:
         """Every tensor that a checkpoint must hold."""
@@ -214,8 +219,8 @@ class WeightMap:
         return layer
 
     def map_name(self, name: str) -> str:
-        """The name in this map of the tensor that a checkpoint calls `name`; with OUTSIDE before it
-        for a tensor outside the text model that is loaded."""
+        """Name in this map of the tensor that a checkpoint calls `name`. A tensor outside the text
+        model gets the prefix OUTSIDE."""
         name = self.text_name(name)
         if name.startswith(OUTSIDE):
             return name
@@ -230,18 +235,18 @@ class WeightMap:
         return name
 
     def text_name(self, name: str) -> str:
-        """What a checkpoint of the text model alone calls `name`; OUTSIDE as in `map_name`."""
+        """Name of the tensor in a text-only checkpoint; OUTSIDE as in `map_name`."""
         return text_part_name(name) if self.is_text_part else name
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint may hold `name`, as mapped, though the model does not need it."""
+        """Whether the model ignores the tensor `name` (as mapped), which a checkpoint may hold."""
         return name.startswith((OUTSIDE, *self.ignored_prefixes)) or name.endswith(
             self.ignored_suffixes
         )
 
 
 class Axis(NamedTuple):
-    """A size, and the fields of config.json that it comes from."""
+    """A size, with the fields of config.json that determine it."""
 
     size: int
     fields: str
@@ -262,8 +267,8 @@ def linear(
     fused: bool = False,
     fused_fields: str = "",
 ) -> Iterator[WeightSpec]:
-    """The tensors of a column-parallel linear layer that merges the outputs named by `tensors`; one
-    tensor called `parameter` for all of them if the checkpoint has them `fused`."""
+    """The tensors of a column-parallel linear layer that merges the outputs named by `tensors`. If
+    the checkpoint has the outputs `fused`, a single tensor called `parameter`."""
     sizes = tuple(axis.size for axis in tensors.values())
     parts: dict[str, tuple[Axis, tuple[int, ...]]] = {
         name: (axis, (index,)) for index, (name, axis) in enumerate(tensors.items())

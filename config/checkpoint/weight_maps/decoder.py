@@ -30,8 +30,8 @@ VALUES = 2
 def decoder_weight_map(
     config: ModelConfig, spec: DecoderSpec, *, has_head: bool = True
 ) -> WeightMap:
-    """The tensors of a decoder. The model's own names are those of Llama; `spec.names` has those
-    that differ in the checkpoint."""
+    """The weight map of a decoder. The model uses Llama's names; `spec.names` maps the names that
+    differ in the checkpoint."""
     hidden, vocab = Axis(config.hidden_size, "hidden_size"), Axis(config.vocab_size, "vocab_size")
     has_own_head = has_head and not config.tie_word_embeddings
     rows = vocab
@@ -73,7 +73,7 @@ def decoder_weight_map(
         ),
         layer_prefix=layers,
         parameter_prefix="model.layers.",
-        # Checkpoints without a head leave the prefix out.
+        # Checkpoints without a head omit the prefix.
         default_prefix=root,
         known_prefixes=(root, head, "score."),
         ignored_prefixes=tuple(ignored),
@@ -82,7 +82,7 @@ def decoder_weight_map(
             *spec.unused,
             *(() if quantization is None else quantization.ignored_suffixes),
         ),
-        # transformers 5 saves the text model of a Qwen3.5 with the prefix of the whole model.
+        # transformers 5 saves the text model of Qwen3.5 with the multimodal model's prefix.
         renamed=(("model.language_model.", "model."),),
         alternatives=tuple(
             tuple(_named(weight, spec) for weight in group)
@@ -94,7 +94,7 @@ def decoder_weight_map(
 
 
 def _named(weight: WeightSpec, spec: DecoderSpec) -> WeightSpec:
-    """`weight` under the name that the checkpoint has for it."""
+    """`weight` under its checkpoint name."""
     module, dot, kind = weight.name.rpartition(".")
     return weight._replace(name=f"{spec.names.get(module, module)}{dot}{kind}")
 
@@ -155,7 +155,7 @@ def _transposed(weight: WeightSpec) -> WeightSpec:
 
 
 def attention_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterator[WeightSpec]:
-    """Dense attention, with its norms of heads."""
+    """Dense attention, with its query and key norms."""
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     query = Axis(heads * head_dim, "num_attention_heads * head_dim")
     gated = Axis(2 * query.size, f"2 * {query.fields}") if spec.attention_gate else query
@@ -187,8 +187,8 @@ def _interleaved(weight: WeightSpec, config: ModelConfig, is_rotated: bool) -> W
 
 
 def _qk_norm_weights(prefix: str, config: ModelConfig, spec: DecoderSpec) -> Iterator[WeightSpec]:
-    """Queries and keys are normed at once. A norm of heads has one weight for all of them, which a
-    row of the parameter repeats for each."""
+    """The norms of queries and keys, which a single parameter holds. A weight that all heads share
+    is repeated for each head in the parameter."""
     counts, head_dim = (config.num_heads, config.num_kv_heads), config.head_dim
     of_all, own = spec.qk_norm == "all", spec.qk_norm == "each_head"
     for index, (name, count) in enumerate(zip(("q_norm", "k_norm"), counts, strict=True)):

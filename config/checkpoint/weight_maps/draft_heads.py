@@ -1,4 +1,5 @@
-"""The tensors of heads that draft from hidden states of the target, as vLLM reads them."""
+"""The tensors of EAGLE and MTP drafters, which read hidden states of the target, in vLLM's
+layout."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,8 +13,8 @@ FIRST_LAYER = "model.layers.0."
 
 
 def eagle_weight_map(config: ModelConfig, spec: DecoderSpec) -> WeightMap:
-    """Of EAGLE: a projection and the layers of a decoder, the first one without its first norm, and
-    no norm at the end. Embedding and head are the target's."""
+    """Weight map of an EAGLE drafter: a projection and decoder layers, the first layer without its
+    input norm, and no final norm. The target provides embedding and head."""
     hidden = Axis(config.hidden_size, "hidden_size")
     both = Axis(2 * hidden.size, "2 * hidden_size")
     layers = decoder_weight_map(config, spec, has_head=False)
@@ -26,8 +27,8 @@ def eagle_weight_map(config: ModelConfig, spec: DecoderSpec) -> WeightMap:
 def eagle3_weight_map(
     config: ModelConfig, spec: DecoderSpec, *, target_hidden: int, draft_vocab: int
 ) -> WeightMap:
-    """Of EAGLE-3: a projection of three hidden states, one layer that reads embeddings and hidden
-    states side by side, a norm, and a head over the most frequent tokens."""
+    """Weight map of an EAGLE-3 drafter: a projection of three hidden states, a layer that reads
+    embeddings and hidden states side by side, a norm, and a head over the most frequent tokens."""
     hidden = Axis(config.hidden_size, "hidden_size")
     three = Axis(3 * target_hidden, "3 * hidden_size of the target")
     both = Axis(2 * hidden.size, "2 * hidden_size")
@@ -50,13 +51,14 @@ def eagle3_weight_map(
         [_linear("fc", hidden, three), norm, head],
     )
     kept = tuple(one for one in found.ignored_prefixes if one != "lm_head.weight")
-    # Which tokens the head has: d2t is read beside the weights.
+    # d2t and t2d map between draft tokens and target tokens; d2t is read separately.
     return replace(found, ignored_prefixes=(*kept, "model.d2t", "model.t2d"))
 
 
 def mtp_weight_map(config: ModelConfig, spec: DecoderSpec) -> WeightMap:
-    """Of the last layer of `config`, which follows those of the target in its own checkpoint.
-    Embedding and head are the target's, which the checkpoint repeats in the layer."""
+    """Weight map of an MTP drafter: the last layer of `config`, which follows the target's layers
+    in the target's checkpoint. The target provides embedding and head; their copies in the layer
+    are ignored."""
     hidden = Axis(config.hidden_size, "hidden_size")
     both = Axis(2 * hidden.size, "2 * hidden_size")
     layers = decoder_weight_map(config, spec, has_head=False)
@@ -82,6 +84,6 @@ def _linear(name: str, rows: Axis, columns: Axis) -> WeightSpec:
 
 
 def _outside_of_target(layers: WeightMap, outer: Iterable[WeightSpec]) -> WeightMap:
-    """`layers` with `outer` around them, in a checkpoint that may repeat the embedding."""
+    """`layers` with `outer` as outer tensors, for a checkpoint that may repeat the embedding."""
     ignored = (*layers.ignored_prefixes, "model.embed_tokens.weight")
     return replace(layers, outer=tuple(outer), ignored_prefixes=ignored)

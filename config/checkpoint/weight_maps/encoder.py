@@ -1,4 +1,4 @@
-"""The tensors of encoders of the BERT family, and of heads for classification."""
+"""The tensors of BERT-like encoders, and of classification heads."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,11 +16,11 @@ from config.model.model_config import ModelConfig
 
 
 class _EncoderNames(NamedTuple):
-    """What a family of encoders calls its tensors."""
+    """Tensor names of an encoder family."""
 
     layer_prefix: str
     qkv: tuple[str, ...]
-    """Queries, keys and values; a single name of a tensor with all three."""
+    """Names of queries, keys and values; a single name for a fused tensor."""
     out: str
     attention_norm: str
     up: str
@@ -60,11 +60,11 @@ _NOMIC_BERT_NAMES = _EncoderNames(
     "emb_ln",
 )
 _NAMES = {DISTIL_BERT: _DISTIL_BERT_NAMES, NOMIC_BERT: _NOMIC_BERT_NAMES}
-"""By family; others have _BERT_NAMES."""
+"""Family -> names; other families have _BERT_NAMES."""
 
 
 _ENCODER_HEADS = ("cls.", "lm_head.", "vocab_", "pooler.", "classifier.", "pre_classifier.")
-"""Heads that were trained with the encoder."""
+"""Prefixes of heads that were trained with the encoder and are not loaded."""
 
 
 def encoder_weight_map(config: ModelConfig) -> WeightMap:
@@ -88,7 +88,7 @@ def encoder_weight_map(config: ModelConfig) -> WeightMap:
         (tuple(_encoder_layer(config, encoder, names, hidden)),) * config.num_layers,
         layer_prefix=names.layer_prefix,
         parameter_prefix="layers.",
-        # In a checkpoint with a head.
+        # Prefixes in a checkpoint with a head.
         stripped_prefixes=("bert.", "roberta.", "distilbert.", "nomic_bert."),
         renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
         ignored_prefixes=_ENCODER_HEADS,
@@ -130,10 +130,10 @@ def _encoder_layer(
 
 
 def head_weights(config: ModelConfig, num_labels: int) -> Iterator[WeightSpec]:
-    """The tensors of the classification head behind an encoder or a decoder, filling `dense` and
+    """The tensors of the classification head of an encoder or a decoder, which fill `dense` and
     `out`."""
     family = None if config.encoder is None else config.encoder.family
-    # A decoder has one matrix without a bias; encoders have two matrices.
+    # A decoder's head is a single matrix without a bias; an encoder's head has two matrices.
     dense, out = {
         None: ("", "score"),
         BERT: ("pooler.dense", "classifier"),

@@ -1,5 +1,5 @@
-"""Sizes and tensors of heads that draft from the hidden states of one token alone: Medusa, and the
-MLP speculator of IBM. As vLLM's medusa.py and mlp_speculator.py read them."""
+"""Sizes and tensors of draft heads that read the hidden state of a single token: Medusa, and IBM's
+MLP speculator. Field names follow vLLM's medusa.py and mlp_speculator.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,28 +16,28 @@ MAX_HEADS, MAX_BLOCKS = 64, 16
 
 @dataclass(frozen=True, slots=True)
 class HiddenHeadSizes:
-    """What a head says of itself."""
+    """Sizes of a head, from its config.json."""
 
     num_heads: int
-    """Tokens that it drafts at most."""
+    """Maximum drafted tokens."""
     hidden_size: int
-    """Of the target."""
+    """Hidden size of the target."""
     vocab_size: int
     num_blocks: int = 1
     """Medusa: residual blocks of a head."""
     has_bias: bool = False
-    """Medusa: of the blocks."""
+    """Medusa: whether the blocks have biases."""
     inner_size: int = 0
-    """MLP speculator: of its states."""
+    """MLP speculator: size of its states."""
     is_tied: bool = False
-    """MLP speculator: all heads have the same weights, and the projections behind the first."""
+    """MLP speculator: whether all heads share weights, and all projections after the first."""
     scales_input: bool = False
-    """MLP speculator: the hidden states are normed first."""
+    """MLP speculator: whether the hidden states are normed first."""
 
 
 def read_head_sizes(method: SpeculationMethod, folder: str, target: ModelConfig) -> HiddenHeadSizes:
-    """The sizes of the head of `method` in `folder`. Raises ConfigError where they do not fit
-    `target`, or the settings."""
+    """Sizes of the head of `method` in `folder`. Raises ConfigError if they do not fit `target` or
+    the settings."""
     file = Path(folder) / "config.json"
     fields = Fields(read_json(file), file)
     read = _medusa if method.method == MEDUSA else _mlp_speculator
@@ -57,7 +57,7 @@ def read_head_sizes(method: SpeculationMethod, folder: str, target: ModelConfig)
 
 
 def _medusa(fields: Fields, folder: str, target: ModelConfig) -> HiddenHeadSizes:
-    """As vLLM's, or as the heads were first published."""
+    """Sizes of Medusa heads, in vLLM's format or in the format of the first publication."""
     vocab_size = fields.count("vocab_size", target.vocab_size)
     if fields.count("truncated_vocab_size", vocab_size) != vocab_size:
         raise ConfigError(
@@ -96,7 +96,7 @@ def medusa_weight_map(sizes: HiddenHeadSizes) -> WeightMap:
     hidden, num_blocks = sizes.hidden_size, sizes.num_blocks
     specs: list[WeightSpec] = []
     renamed: list[tuple[str, str]] = [("medusa_heads.", "")]
-    # From the last one, whose number may end with that of another.
+    # In descending order: the number of a head may end with the number of another head.
     for i in reversed(range(sizes.num_heads)):
         for j in range(num_blocks):
             name = f"blocks.{i}.layers.{j}"
@@ -122,7 +122,7 @@ def mlp_speculator_weight_map(sizes: HiddenHeadSizes) -> WeightMap:
             specs += [_same(f"ln.{i}.weight", inner), _same(f"ln.{i}.bias", inner)]
     ignored: tuple[str, ...] = ()
     if sizes.is_tied:
-        # A checkpoint may have the shared ones once for each head.
+        # A checkpoint may repeat the shared tensors for each head.
         later = range(1, sizes.num_heads)
         ignored = tuple(f"{name}.{i}." for name in ("emb", "head", "ln") for i in later)
         ignored += tuple(f"proj.{i}." for i in range(2, sizes.num_heads))

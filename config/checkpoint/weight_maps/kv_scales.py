@@ -1,4 +1,4 @@
-"""The scales of cached keys and values in FP8 that a checkpoint may hold."""
+"""The scales of FP8 KV caches that a checkpoint may hold."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,11 +6,11 @@ from dataclasses import replace
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 
 _PROJECTION = "self_attn.qkv_proj.weight"
-"""The parameter that the projections of each layer with keys and values fill."""
+"""The parameter that the query, key and value projections of each attention layer fill."""
 
 
 def with_kv_scales(weight_map: WeightMap) -> WeightMap:
-    """`weight_map` with the scales of the layers that have keys and values."""
+    """`weight_map` with the KV scales of all layers that have keys and values."""
     return replace(weight_map, optional=tuple(_scales(weight_map)))
 
 
@@ -19,11 +19,11 @@ def _scales(weight_map: WeightMap) -> Iterator[WeightSpec]:
         names = [spec.name for spec in layer if spec.parameter == _PROJECTION]
         if not names:
             continue
-        # As self_attn.k_proj.weight, in a file.
+        # The checkpoint's name of a projection, such as self_attn.k_proj.weight.
         attention = names[0].rsplit(".", 2)[0]
         for kind in ("k", "v"):
             scale = f"{kind}_scale"
-            # Of llmcompressor, of vLLM's own models, and of AutoFP8 and ModelOpt.
+            # Names written by llmcompressor, by vLLM's own models, and by AutoFP8 and ModelOpt.
             for module in ("", "attn.", f"{kind}_proj.", "qkv_proj."):
                 yield WeightSpec(
                     f"{weight_map.layer_prefix}{index}.{attention}.{module}{scale}",

@@ -40,9 +40,9 @@ def moe_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterato
 def other_expert_weights(
     config: ModelConfig, spec: DecoderSpec, hidden: Axis
 ) -> Iterator[tuple[WeightSpec, ...]]:
-    """The groups of tensors that the routed experts of a layer may be stored as, apart from the
-    layout of the family. transformers 5 stacks experts in memory, as (experts, out, in), and saves
-    some families so; Qwen3.5 is published so."""
+    """Alternative groups of tensors for the routed experts of a layer, besides the family's layout.
+    transformers 5 stacks experts in memory as (experts, out, in), and saves some families in this
+    form; Qwen3.5 is published in this form."""
     moe, names = config.moe, spec.moe
     if moe is None or names is None or config.quantization is not None or names.expert_bias:
         return
@@ -82,7 +82,7 @@ def _separate_experts(
 def _expert(
     expert: int, experts: Axis, names: MoESpec, hidden: Axis, inner: Axis
 ) -> Iterator[WeightSpec]:
-    """The tensors of one routed expert."""
+    """Tensors of a single routed expert."""
     gate, up, down = names.projections
     path = f"{names.block}.experts"
     for output, name in enumerate((gate, up)):
@@ -100,7 +100,7 @@ def _expert(
 
 
 def _merged_experts(block: str, experts: Axis, hidden: Axis, inner: Axis) -> Iterator[WeightSpec]:
-    """Two tensors for all routed experts."""
+    """Two tensors for all routed experts together."""
     merged = _merged(f"{block}.input_linear.weight", f"{block}.experts.w13_weight", inner, hidden)
     plain = matrix(f"{block}.output_linear.weight", hidden, inner, shard_dim=1)
     for spec in (merged, plain._replace(parameter=f"{block}.experts.w2_weight")):
@@ -108,7 +108,7 @@ def _merged_experts(block: str, experts: Axis, hidden: Axis, inner: Axis) -> Ite
 
 
 def _merged(name: str, parameter: str, inner: Axis, hidden: Axis) -> WeightSpec:
-    """Gate and up of an MLP in one tensor."""
+    """Gate and up of an MLP in a single tensor."""
     rows = Axis(2 * inner.size, f"2 * {inner.fields}")
     return matrix(name, rows, hidden, shard_dim=0)._replace(
         parameter=parameter, output_sizes=(inner.size, inner.size), outputs=(0, 1)
@@ -116,7 +116,7 @@ def _merged(name: str, parameter: str, inner: Axis, hidden: Axis) -> WeightSpec:
 
 
 def _of_all(spec: WeightSpec, experts: Axis) -> WeightSpec:
-    """`spec` of one expert, as a tensor that stacks all."""
+    """The spec of a tensor that stacks all experts, from the `spec` of a single expert."""
     return spec._replace(
         shape=(experts.size, *spec.shape),
         fields=spec.fields and f"{experts.fields} x {spec.fields}",
@@ -127,13 +127,13 @@ def _of_all(spec: WeightSpec, experts: Axis) -> WeightSpec:
 def _stacked_experts(
     names: MoESpec, experts: Axis, hidden: Axis, inner: Axis
 ) -> Iterator[WeightSpec]:
-    """Gate with up, and down, each for all routed experts: as (experts, out, in), transposed or in
+    """Gate with up, and down, each for all routed experts: as (experts, out, in), transposed, or in
     MXFP4."""
     prefix = f"{names.block}.experts"
     first, second = names.stacked
     gate_up = _merged(f"{prefix}.{first}", f"{prefix}.w13_weight", inner, hidden)
     if names.clamped_swiglu is not None:
-        # Gate and up are interleaved, here and in the parameter.
+        # Gate and up rows alternate in the tensor and in the parameter.
         gate_up = gate_up._replace(output_sizes=(), outputs=())
     down = matrix(f"{prefix}.{second}", hidden, inner, shard_dim=1)
     for spec in (gate_up, down._replace(parameter=f"{prefix}.w2_weight")):
@@ -160,7 +160,7 @@ def _stacked_experts(
 
 
 def _biases(names: MoESpec, experts: Axis, hidden: Axis, inner: Axis) -> Iterator[WeightSpec]:
-    """One tensor for each product of all routed experts."""
+    """Biases: a tensor per projection for all routed experts."""
     prefix = f"{names.block}.experts"
     gate_up = WeightSpec(
         f"{prefix}.gate_up_proj_bias", (2 * inner.size,), f"{prefix}.w13_bias", shard_dim=0

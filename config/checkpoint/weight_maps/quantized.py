@@ -1,4 +1,4 @@
-"""The tensors that quantized weights are stored as, in the place of the weights."""
+"""Replaces weights in a weight map by the tensors that store them quantized."""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,8 +12,8 @@ _HEAD = "lm_head.weight"
 def quantized_weights(
     weights: Iterable[WeightSpec], quantization: QuantizationConfig | None, prefix: str = ""
 ) -> Iterator[WeightSpec]:
-    """`weights`, with each that `quantization` has in a scheme as the tensors of the scheme.
-    `prefix`: before their names in the checkpoint."""
+    """`weights`, where each weight that `quantization` covers is replaced by the tensors of its
+    scheme. `prefix`: prefix of module names in the checkpoint."""
     for weight in weights:
         scheme = None
         if quantization is not None and quantization.stacked and weight.is_stacked:
@@ -28,7 +28,7 @@ def quantized_weights(
             yield weight
             continue
         if weight.transposed:
-            # Formats store their own (out, in).
+            # Quantized formats store weights as (out, in).
             fields = " x ".join(reversed(weight.fields.split(" x ")))
             weight = weight._replace(shape=weight.shape[::-1], fields=fields, transposed=False)
         module = weight.name.removesuffix(_WEIGHT)
@@ -37,7 +37,7 @@ def quantized_weights(
 
 
 def _stacked(weight: WeightSpec, scheme: WeightScheme) -> Iterator[WeightSpec]:
-    """The tensors of the weights of all experts for one product."""
+    """The tensors of a weight that stacks all experts."""
     if weight.transposed:
         experts, rows, columns = weight.shape
         fields = weight.fields.split(" x ")
@@ -51,8 +51,8 @@ def _stacked(weight: WeightSpec, scheme: WeightScheme) -> Iterator[WeightSpec]:
 
 
 def _is_linear(weight: WeightSpec, *, has_head: bool) -> bool:
-    """Whether it is the weight of a linear layer, or of one in an expert, that formats quantize:
-    not of routers, convolutions, norms and embeddings."""
+    """Whether `weight` belongs to a linear layer, possibly inside an expert, that formats quantize.
+    Routers, convolutions, norms and embeddings are not quantized."""
     if not weight.name.endswith(_WEIGHT) or len(weight.shape) != 2:
         return False
     if weight.parameter == _HEAD:

@@ -1,4 +1,5 @@
-"""Which part of a tensor of a checkpoint one rank needs, and what it fills of its parameters."""
+"""Computes which part of a checkpoint tensor a rank needs, and what the part fills of the rank's
+parameters."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,23 +8,23 @@ from config.checkpoint.weight_maps.base import WeightSpec
 from config.model.decoder_spec import MXFP4_BLOCK
 
 Interval = tuple[int, int]
-"""Begin, and the end behind the last one."""
+"""(begin, end), end exclusive."""
 
 
 class ShardRank(NamedTuple):
-    """A rank among those that divide a model."""
+    """This rank's position among the ranks that divide a model."""
 
     rank: int = 0
     size: int = 1
-    """Ranks that divide layers by heads and inner features."""
+    """Number of ranks that divide layers by heads and inner features."""
     expert_rank: int = 0
     expert_size: int = 1
-    """Ranks over which whole experts are distributed; 1: each expert is divided by its inner
-    features, as an MLP."""
+    """Number of ranks over which whole experts are distributed; 1: each expert is divided by its
+    inner features, as an MLP."""
 
     def interval(self, total: int, num_shards: int) -> Interval:
-        """This rank's shard of `total`. Of fewer shards than ranks, adjacent ranks have the
-        same."""
+        """This rank's shard of `total`. Adjacent ranks have the same shard if there are fewer
+        shards than ranks."""
         size, index = total // num_shards, self.rank * num_shards // self.size
         return index * size, (index + 1) * size
 
@@ -32,28 +33,28 @@ WHOLE = ShardRank()
 
 
 def covering(intervals: tuple[Interval, ...], unit: int) -> tuple[Interval, ...]:
-    """The intervals of units that have all of `intervals`, in their order."""
+    """The smallest intervals of whole units that cover `intervals`, in the same order."""
     return tuple((begin // unit, -(-end // unit)) for begin, end in intervals)
 
 
 class Shard(NamedTuple):
-    """A part of a tensor."""
+    """The part of a tensor that a rank reads."""
 
     spec: WeightSpec
-    """Of the part, as if it were a whole tensor of a model of this rank's sizes. Its name is that
-    of the whole tensor."""
+    """Spec of the part as if it were a whole tensor of a model with this rank's sizes. Its name is
+    the name of the whole tensor."""
     dim: int = 0
-    """The dimension of the stored tensor that `intervals` are along."""
+    """The dimension of the stored tensor along which `intervals` run."""
     intervals: tuple[Interval, ...] | None = None
-    """In rising order, none adjacent; None: the whole tensor. Of a quantized weight, those of the
-    weight (out, in), or (experts, out, in)."""
+    """Sorted, non-adjacent intervals; None: the whole tensor. For a quantized weight, the intervals
+    refer to the unpacked weight (out, in) or (experts, out, in)."""
     total: int = 0
-    """Size of that dimension, if there are intervals."""
+    """Size of this dimension, if there are intervals."""
 
     @property
     def stored(self) -> tuple[int, tuple[Interval, ...] | None]:
-        """(dimension of the tensor in the file, its intervals): of a quantized weight those that
-        have all that is needed, and may have more."""
+        """(dimension of the tensor in the file, its intervals). For a quantized weight, the
+        intervals cover all needed values and may cover more."""
         part, num_before = self.spec.part, int(self.spec.num_experts is not None)
         if part is None or self.intervals is None or self.dim < num_before:
             return self.dim, self.intervals
@@ -63,8 +64,8 @@ class Shard(NamedTuple):
         return 0, None
 
     def each_expert(self) -> Iterator["Shard"]:
-        """Of a quantized weight of all experts, those of one expert after the other, as if each had
-        tensors of its own; of another, itself."""
+        """Shards of the single experts, as if each expert had its own tensors, if this is a
+        quantized weight of all experts; otherwise this shard itself."""
         spec, count = self.spec, self.spec.num_experts
         if count is None or spec.part is None:
             yield self
@@ -81,8 +82,8 @@ class Shard(NamedTuple):
 
 
 def shard_of(spec: WeightSpec, at: ShardRank) -> Shard | None:
-    """The part that the rank `at` needs of a tensor; None: it needs nothing. Sizes must divide, as
-    config.model.split.check_split says."""
+    """The part of a tensor that the rank `at` needs; None: it needs no part. Sizes must be
+    divisible, which config.model.split.check_split checks."""
     if at.expert_size > 1:
         if spec.expert is not None:
             return _own_expert(spec, spec.expert, at)
@@ -121,7 +122,7 @@ def _of_one(spec: WeightSpec, shard_dim: int, at: ShardRank) -> Shard:
 
 
 def _of_blocks(spec: WeightSpec, dim: int, at: ShardRank) -> Shard:
-    """The blocks that have the columns of this rank, which may begin and end within one."""
+    """The blocks that contain this rank's columns. The columns may begin and end inside a block."""
     begin, end = at.interval(spec.shape[dim] * MXFP4_BLOCK, at.size)
     first, last = begin // MXFP4_BLOCK, -(-end // MXFP4_BLOCK)
     columns = (begin - first * MXFP4_BLOCK, end - first * MXFP4_BLOCK)
@@ -130,7 +131,7 @@ def _of_blocks(spec: WeightSpec, dim: int, at: ShardRank) -> Shard:
 
 
 def _of_outputs(spec: WeightSpec, at: ShardRank) -> Shard | None:
-    """Of a tensor with one or several outputs: each of them is divided."""
+    """Shard of a tensor with at least one output. Each output is divided among the ranks."""
     num_shards = [spec.num_shards(i, at.size) for i in range(len(spec.output_sizes))]
     sizes = tuple(size // n for size, n in zip(spec.output_sizes, num_shards, strict=True))
     local = spec._replace(output_sizes=sizes)
@@ -162,7 +163,8 @@ def _of_outputs(spec: WeightSpec, at: ShardRank) -> Shard | None:
 
 
 def _stored_dim(spec: WeightSpec, dim: int) -> int:
-    """The dimension of the stored tensor for that of the parameter, or of one expert of it."""
+    """Dimension of the stored tensor that corresponds to `dim` of the parameter (or of an expert of
+    it)."""
     if spec.transposed:
         dim = 1 - dim
     return dim + (spec.num_experts is not None)
@@ -173,7 +175,7 @@ def _resized(spec: WeightSpec, dim: int, size: int) -> WeightSpec:
 
 
 def _joined(intervals: list[Interval]) -> tuple[Interval, ...]:
-    """Adjacent ones as one."""
+    """Merge adjacent intervals."""
     joined: list[Interval] = []
     for begin, end in intervals:
         if joined and joined[-1][1] == begin:

@@ -1,4 +1,5 @@
-"""The tensors of layers with a state: Mamba 2, gated DeltaNet and gated short convolutions."""
+"""The tensors of layers with a recurrent state: Mamba 2, gated DeltaNet and gated short
+convolutions."""
 
 from collections.abc import Iterator
 
@@ -30,7 +31,7 @@ def mamba2_weights(spec: Mamba2Spec, hidden: Axis) -> Iterator[WeightSpec]:
     yield from row_linear(
         f"{name}.out_proj", hidden, inner, has_bias=spec.proj_bias, parameter=f"{LAYER}.out_proj"
     )
-    # Of the convolution: x, B and C.
+    # Channels of the convolution: x, B and C.
     channels = sizes[1:4], counts[1:4]
     yield from _recurrence(name, conv, heads, spec.conv_kernel, *channels)
     yield WeightSpec(f"{name}.D", (heads.size,), f"{LAYER}.D", heads.fields, shard_dim=0)
@@ -114,7 +115,8 @@ def _recurrence(
     sizes: tuple[int, ...],
     counts: tuple[int, ...],
 ) -> Iterator[WeightSpec]:
-    """`sizes` and `counts`: of the channels of the convolution, as in _divided."""
+    """Convolution weight, A_log and dt_bias. `sizes` and `counts` describe the convolution's
+    channels, as in _divided."""
     shape = (conv.size, 1, conv_kernel)
     weight = WeightSpec(f"{name}.conv1d.weight", shape, f"{LAYER}.conv_weight", conv.fields)
     yield _divided(weight, sizes, counts)
@@ -126,6 +128,6 @@ def _recurrence(
 
 
 def _divided(weight: WeightSpec, sizes: tuple[int, ...], counts: tuple[int, ...]) -> WeightSpec:
-    """`weight` with outputs of `sizes` behind each other, of `counts` heads or groups."""
+    """`weight` with concatenated outputs of `sizes`, which consist of `counts` heads or groups."""
     outputs = tuple(range(len(sizes)))
     return weight._replace(output_sizes=sizes, outputs=outputs, num_heads=counts, shard_dim=0)

@@ -1,10 +1,10 @@
 """Names of the text model's tensors in checkpoints of models with images or audio."""
 
 OUTSIDE = "(no text) "
-"""Before the names of tensors that are not the text model's."""
+"""Prefix of mapped names of tensors that do not belong to the text model."""
 
 _PREFIXES = {
-    # transformers 5.24 saves Kimi K2.5 so.
+    # Names of Kimi K2.5 as saved by transformers 5.24.
     "language_model.model.blocks.": "model.layers.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -22,19 +22,19 @@ _PREFIXES = {
     "model.norm.": "model.norm.",
     "lm_head.": "lm_head.",
 }
-"""Prefix of the text model's tensors -> their prefix in a checkpoint of a text model alone."""
+"""Prefix of text model tensors in a multimodal checkpoint -> prefix in a text-only checkpoint."""
 
 UNLOADED = (
     "model.embed_tokens_extend.audio_embed",
     "model.embed_tokens_extend.image_embed.img_processor.head",
     "model.embed_tokens_extend.image_embed.img_processor.post_layernorm",
 )
-"""Modules that make neither text nor embeddings of images."""
+"""Modules that compute neither text nor image embeddings, so they are not loaded."""
 
 
 def text_part_name(name: str) -> str:
-    """The name in a checkpoint of the text model alone; with OUTSIDE before it if it is none of
-    that."""
+    """Name of the tensor in a text-only checkpoint; with OUTSIDE as prefix if the tensor is not the
+    text model's."""
     for prefix, own in _PREFIXES.items():
         if name.startswith(prefix):
             return own + name[len(prefix) :]

@@ -1,5 +1,6 @@
-"""The decoder families, in files of similar ones: each file has a mapping FAMILIES of architecture
-names to entries of the registry.
+"""Decoder families. Each file holds related families and has a mapping FAMILIES of architecture
+names to registry entries.
 
-An entry is all that the rest knows of a family: its fields in config.json and its spec.
+A registry entry is everything that other code reads about a family: its fields in config.json and
+its spec.
 """

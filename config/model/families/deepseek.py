@@ -1,5 +1,5 @@
-"""DeepSeek MoE, V2 and V3, and others of their shape: latent attention, or the attention of Llama,
-and experts in groups."""
+"""DeepSeek MoE, V2 and V3, and related families: latent attention or Llama's attention, and grouped
+experts."""
 
 import math
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ _GROUP_SCORING: Mapping[str, Literal["top2", "max", "none"]] = {
     "group_limited_greedy": "max",
     "noaux_tc": "top2",
 }
-"""topk_method to MoESpec.group_scoring."""
+"""topk_method -> MoESpec.group_scoring."""
 
 
 def _deepseek_v2(config: ModelConfig) -> DecoderSpec:
-    """DeepSeek-VL2-Tiny and DeepSeek-OCR say in use_mla that they have no latent attention."""
+    """DeepSeek V2. DeepSeek-VL2-Tiny and DeepSeek-OCR disable latent attention by use_mla."""
     if not config.fields.get("use_mla", bool, True):
         return _deepseek_moe(config)
     mla = _mla(config)
@@ -48,7 +48,7 @@ def _deepseek_moe(config: ModelConfig) -> DecoderSpec:
 
 
 def _deepseek_v3(config: ModelConfig) -> DecoderSpec:
-    """V3 and R1, and Kimi K2, which has one group of experts."""
+    """DeepSeek V3 and R1, and Kimi K2, which has a single group of experts."""
     return replace(_deepseek_v2(config), mlp_bias=False)
 
 
@@ -75,7 +75,8 @@ def _mla(config: ModelConfig) -> MLASpec:
 
 
 def _softmax_scale(config: ModelConfig, head_dim: int) -> float:
-    """With YaRN times the square of its attention factor over all dimensions."""
+    """Attention scale: 1/sqrt(head_dim); for YaRN with mscale_all_dim, times the square of YaRN's
+    attention factor."""
     scaling, scale = config.rope.scaling, 1 / math.sqrt(head_dim)
     if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
         return scale
@@ -99,7 +100,7 @@ def _moe(config: ModelConfig) -> MoESpec:
 
 
 def _choice(config: ModelConfig, name: str, kinds: Mapping[str, Kind]) -> Kind:
-    """What `kinds` has for the value of a field. Raises ConfigError for another value."""
+    """Entry of `kinds` for the value of a field. Raises ConfigError for other values."""
     value = config.fields.get(name, str, None)
     if value not in kinds:
         raise ConfigError(
@@ -113,13 +114,13 @@ _MOE = GLM_FIELDS._replace(
     layer_step="moe_layer_freq", first_of_step=True, expert_layers=EXPERT_LAYERS
 )
 _ROTATED = {"qk_rope_head_dim": ("head_dim",)}
-"""Published files have no head_dim; transformers saves it as qk_rope_head_dim."""
+"""Published files have no head_dim; transformers saves qk_rope_head_dim as head_dim."""
 
 _SOFTMAX = {"scoring_func": "softmax", "topk_method": "greedy"}
 
 
 def _v2_fields(fields: Fields) -> Mapping[str, Any]:
-    """Without latent attention qk_rope_head_dim is 0 in published files."""
+    """Published files without latent attention have qk_rope_head_dim 0."""
     found = dict(listed_expert_layers(fields))
     if not fields.get("use_mla", bool, True) and not fields.raw.get("head_dim"):
         found["head_dim"] = None

@@ -1,4 +1,4 @@
-"""Llama and the families that differ from it in few details."""
+"""Llama and families with few differences from Llama."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,7 +24,7 @@ def _mistral(config: ModelConfig) -> DecoderSpec:
 
 
 def _ministral3(config: ModelConfig) -> DecoderSpec:
-    """Mistral with queries that are scaled by position."""
+    """Mistral with query scaling by position."""
     spec, scaling = _mistral(config), config.rope.scaling
     rope = Fields(config.fields.get("rope_parameters", dict, {}), config.fields.file)
     scale = rope.number_or_none("llama_4_scaling_beta")
@@ -68,7 +68,7 @@ def _phi3(config: ModelConfig) -> DecoderSpec:
 
 
 QWEN_WINDOWS: Mapping[str, Any] = {"use_sliding_window": False, "max_window_layers": 28}
-"""Defaults of the classes of transformers for a config.json that has only `sliding_window`."""
+"""Defaults of transformers' classes for a config.json that has only `sliding_window`."""
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(llama, "Llama 2, 3, 3.1, 3.2, 3.3, and others of this shape"),

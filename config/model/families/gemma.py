@@ -1,4 +1,4 @@
-"""Gemma: weights of norms less 1, scaled embeddings, and from the second on windows in most layers
+"""Gemma: norm weights minus 1 and scaled embeddings; from Gemma 2 on also windows in most layers
 and norms on both sides."""
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def _gemma2(config: ModelConfig) -> DecoderSpec:
 
 
 def _vaultgemma(config: ModelConfig) -> DecoderSpec:
-    """A Gemma 2 without the norms behind attention and MLP."""
+    """Gemma 2 without the norms after attention and MLP."""
     return replace(
         _with_caps(config, attention=50.0, logits=30.0),
         names={"post_attention_layernorm": "pre_feedforward_layernorm"},
@@ -43,7 +43,8 @@ def _gemma3(config: ModelConfig) -> DecoderSpec:
 def _with_caps(
     config: ModelConfig, *, attention: float | None = None, logits: float | None = None
 ) -> DecoderSpec:
-    """With the soft caps of the file; one that it does not name is `attention` or `logits`."""
+    """The spec with the soft caps of config.json. `attention` and `logits` are the defaults for
+    absent fields."""
     fields = config.fields
     if fields.get("use_bidirectional_attention", bool, False):
         raise ConfigError(
@@ -58,7 +59,7 @@ def _with_caps(
 
 
 def _cap(fields: Fields, name: str, default: float | None) -> float | None:
-    """A field that is null means no cap, and one that is absent the default."""
+    """Soft cap from the field `name`: null means no cap, an absent field means `default`."""
     return fields.number_or_none(name, above=0.0) if name in fields.raw else default
 
 
@@ -68,7 +69,8 @@ def _activation(fields: Fields) -> Mapping[str, Any]:
 
 
 def _gemma3_fields(fields: Fields) -> Mapping[str, Any]:
-    """Ropes by kind of layer get the bases that they leave out."""
+    """Fields of Gemma 3. A rope of a layer type without a base gets rope_theta or
+    rope_local_base_freq."""
     found = _activation(fields)
     ropes = fields.get("rope_parameters", dict, {})
     if not any(kind in ropes for kind in LAYER_TYPES):
@@ -85,7 +87,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
 }
 _WINDOWS: Mapping[str, Any] = {"sliding_window": 4096, "sliding_window_pattern": 2}
-"""Each second layer has no window."""
+"""Window of all layers except every second layer, which uses full attention."""
 
 FAMILIES: Mapping[str, Family] = {
     "GemmaForCausalLM": Family(

@@ -1,4 +1,4 @@
-"""Families with the layer norms, plain MLPs and biases of GPT-2, and those that followed them."""
+"""Families with the layer norms, plain MLPs and biases of GPT-2 and its successors."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -72,7 +72,7 @@ def _gpt2(config: ModelConfig) -> DecoderSpec:
 
 def _gpt_bigcode(config: ModelConfig) -> DecoderSpec:
     """A GPT-2 whose heads share one key and value, or which holds them by head."""
-    # With one KV head, that is one layout with the fused one.
+    # The grouped layout equals the fused layout if there is a single KV head.
     return replace(_gpt2(config), transposed=False, qkv_layout="grouped")
 
 
@@ -186,7 +186,7 @@ def _has_new_layers(fields: Fields) -> bool:
 def _falcon_fields(fields: Fields) -> Mapping[str, Any]:
     if _has_new_layers(fields):
         return _inner(fields)
-    # Of the first architecture, the field of the number of KV heads is not used.
+    # Models of the first architecture ignore the field for the number of KV heads.
     return {**_inner(fields), **_kv_heads(fields, one=_is_multi_query(fields))}
 
 

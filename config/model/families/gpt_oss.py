@@ -24,7 +24,7 @@ def _gpt_oss(config: ModelConfig) -> DecoderSpec:
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         moe=MoESpec(
-            # A softmax over the chosen experts is one over all of them, renormalized.
+            # A softmax over the chosen experts equals a softmax over all experts, renormalized.
             scoring="softmax",
             gate="router",
             router_bias=True,
@@ -56,7 +56,7 @@ FAMILIES: Mapping[str, Family] = {
             "attention_bias": True,
             "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0,
-            # Every second layer sees all tokens.
+            # Every second layer uses full attention.
             "sliding_window": 128,
             "sliding_window_pattern": 2,
         },

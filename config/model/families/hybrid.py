@@ -133,7 +133,7 @@ def attention_layers(
     """Per layer, whether layer_types says that it is attention, or a layer of `state_kinds`."""
     fields = config.fields
     kinds: list[Any] = fields.get("layer_types", list, [])
-    # Of a model without layers only the rest is asked.
+    # check_shapes maps the model without layers first (num_layers 0): skip the length check there.
     if config.num_layers and len(kinds) not in (0, config.num_layers):
         raise ConfigError(
             f"layer_types in {fields.file} names {len(kinds)} layers of {config.num_layers}"

@@ -1,4 +1,4 @@
-"""Llama 4: one routed expert and a shared one for each token."""
+"""Llama 4: a routed expert and a shared expert for each token."""
 
 from collections.abc import Mapping
 
@@ -51,7 +51,8 @@ def _llama4(config: ModelConfig) -> DecoderSpec:
 
 
 def _stacks_experts(config: ModelConfig) -> bool:
-    """Whether a tensor has all experts: quantized ones are stored one by one, but by fbgemm_fp8."""
+    """Whether the checkpoint stacks all experts in a tensor. Quantized checkpoints store experts
+    separately, except for fbgemm_fp8."""
     quantization = config.quantization
     if quantization is None or quantization.stacked is not None:
         return True

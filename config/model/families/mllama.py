@@ -1,4 +1,5 @@
-"""The text model of Llama 3.2 Vision: a Llama with further layers, which read images."""
+"""The text model of Llama 3.2 Vision: a Llama with additional cross-attention layers, which read
+images."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,14 +11,14 @@ from config.model.json_fields import shown
 from config.model.model_config import ModelConfig
 
 IMAGE_EMBEDDINGS = 8
-"""Rows of the embedding behind the vocabulary: those of the tokens of images."""
+"""Embedding rows after the vocabulary, for image tokens."""
 _DEFAULT_LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
 
 
 def _mllama(config: ModelConfig) -> DecoderSpec:
     fields = config.fields
     numbers = fields.get("cross_attention_layers", list, list(_DEFAULT_LAYERS))
-    # Of a model without layers only the rest is asked.
+    # check_shapes maps the model without layers first (num_layers 0): skip the check there.
     if config.num_layers and not all(
         isinstance(number, int) and 0 <= number < config.num_layers for number in numbers
     ):

@@ -1,4 +1,4 @@
-"""Families whose layers are a Llama's with experts."""
+"""Llama-like families with experts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -89,8 +89,8 @@ def _ernie_moe(config: ModelConfig) -> DecoderSpec:
 
 
 def _ernie_vl(config: ModelConfig) -> DecoderSpec:
-    """The text model of ERNIE 4.5 VL. The experts for images follow the experts for text, and have
-    a router of their own: both stay unloaded."""
+    """The text model of ERNIE 4.5 VL. Image experts follow the text experts and have a separate
+    router; the image experts and their router are not loaded."""
     spec, moe = _ernie_moe(config), config.moe
     assert spec.moe is not None and moe is not None
     first, prefix = moe.num_experts, f".{spec.moe.block}.experts"
@@ -110,7 +110,7 @@ def _ernie_vl(config: ModelConfig) -> DecoderSpec:
 
 
 def _ernie_vl_fields(fields: Fields) -> Mapping[str, Any]:
-    """Published files list a number for text and a number for images."""
+    """Published files list a number for text and a number for images in each field."""
     found: dict[str, Any] = {}
     for name in (
         *("moe_num_experts", "moe_intermediate_size"),
@@ -124,7 +124,7 @@ def _ernie_vl_fields(fields: Fields) -> Mapping[str, Any]:
 
 
 def listed_expert_layers(fields: Fields) -> Mapping[str, Any]:
-    """moe_layers from mlp_layer_types, which transformers 5 saves for some families."""
+    """Sets moe_layers from mlp_layer_types, which transformers 5 saves for some families."""
     kinds = fields.get("mlp_layer_types", list, None)
     if kinds is None:
         return {}

@@ -1,4 +1,4 @@
-"""MPT: layer norms without biases, ALiBi, one weight for queries, keys and values."""
+"""MPT: layer norms without biases, ALiBi, fused query-key-value weight."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +44,7 @@ def _mpt(config: ModelConfig) -> DecoderSpec:
 
 
 def _refuse_others(fields: Fields, supported: Mapping[str, tuple[object, ...]]) -> None:
-    """Raise ConfigError where a field has none of its supported values."""
+    """Raise ConfigError for a field whose value is not supported."""
     for name, values in supported.items():
         value = fields.raw.get(name)
         if value not in values:
@@ -62,7 +62,7 @@ def _derived(fields: Fields) -> Mapping[str, Any]:
     return {
         "num_key_value_heads": fields.count("num_attention_heads"),
         "intermediate_size": fields.count("expansion_ratio") * hidden_size,
-        # 0 and null are no limit.
+        # 0 and null mean no limit.
         "clip_qkv": _attention_fields(fields).raw.get("clip_qkv") or None,
     }
 

@@ -1,5 +1,5 @@
-"""Families with a Llama's gated MLP, whose norms are others or elsewhere: behind attention and MLP,
-on both sides, or in parallel."""
+"""Families with Llama's gated MLP and different norms or norm positions: after attention and MLP,
+on both sides, or parallel."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -74,12 +74,12 @@ def _stablelm(config: ModelConfig) -> DecoderSpec:
 
 
 def _cohere2(config: ModelConfig) -> DecoderSpec:
-    """Command R7B and Command A: only layers with a window are rotated."""
+    """Command R7B and Command A: only layers with a window use rope."""
     return replace(_cohere(config), qk_norm="none", layers=_rotated_with_windows(config))
 
 
 def _exaone4(config: ModelConfig) -> DecoderSpec:
-    """Where some layers have a window, only those are rotated."""
+    """EXAONE 4. If some layers have a window, only layers with a window use rope."""
     layers = uniform_layers(config)
     if config.sliding_window is not None:
         layers = _rotated_with_windows(config)
@@ -92,8 +92,8 @@ def _rotated_with_windows(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _windows(fields: Fields) -> Mapping[str, Any]:
-    """The layers with a window: all but each n-th one, or in EXAONE 4 those of a pattern of
-    letters, L for a window; the last layer has none there."""
+    """Layer types from the window's pattern. By default every n-th layer has full attention. EXAONE
+    4 gives a pattern of letters (L: window); its last layer has full attention."""
     window = fields.raw.get("sliding_window")
     if window is None or fields.raw.get("layer_types"):
         return {}
@@ -111,7 +111,7 @@ def _windows(fields: Fields) -> Mapping[str, Any]:
 def _smollm3(config: ModelConfig) -> DecoderSpec:
     fields = config.fields
     step = fields.count("no_rope_layer_interval", 4)
-    # The list says 1 for a layer that is rotated.
+    # 1 in the list marks a layer with rope.
     flags = fields.get("no_rope_layers", list, [])
     flags = flags or [(i + 1) % step != 0 for i in range(config.num_layers)]
     if len(flags) < config.num_layers:

@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE: a router that chooses two experts one after the other."""
+"""Phi-3.5-MoE: SparseMixer routing, which chooses two experts in succession."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from config.model.model_config import ModelConfig
 from config.model.moe import MoEFields
 
 TOP_K = 2
-"""What the router of this family knows."""
+"""Number of experts per token; the router supports no other number."""
 
 
 def _phimoe(config: ModelConfig) -> DecoderSpec:
@@ -35,7 +35,7 @@ def _phimoe(config: ModelConfig) -> DecoderSpec:
 
 
 def _rope_factor(fields: Fields) -> Mapping[str, Any]:
-    """The factor on cosines and sines of its longrope, which has names of its own."""
+    """Attention factor of longrope, which this family stores under its own field names."""
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.raw.get(name)
         if not isinstance(rope, dict) or "short_mscale" not in rope:

@@ -11,7 +11,7 @@ from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
 
 _BAICHUAN2_VOCAB = 125696
-"""The size of Baichuan 2's vocabulary, by which it is told from the first."""
+"""Vocabulary size of Baichuan 2, which distinguishes it from the first Baichuan."""
 
 
 def _internlm2(config: ModelConfig) -> DecoderSpec:

@@ -1,7 +1,7 @@
-"""Fields of text models that the config.json of a whole model leaves out.
+"""Fields of text models that the config.json of a multimodal model omits.
 
-transformers writes text_config without the fields that have the values of the class of the text
-model. Gemma 3 is published without its number of heads.
+transformers writes text_config without fields that equal the defaults of the text model's class.
+Gemma 3 is published without its number of heads.
 """
 
 from collections.abc import Mapping
@@ -541,4 +541,4 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 49152,
     },
 }
-"""model_type of a text model -> values of the class of transformers."""
+"""model_type of a text model -> defaults of its transformers class."""

@@ -21,7 +21,8 @@ WHOLE_MODELS = frozenset(
     *("DeepseekVLV2ForCausalLM", "InternVLChatModel", "Ovis", "Ovis2_5"),
     *("Phi4MultimodalForCausalLM", "Qwen2_5OmniModel"),
 }
-"""Their text model computes the same without images as a text model of its own."""
+"""Multimodal architectures whose text model, without images, computes the same as a standalone text
+model."""
 TEXT_MODELS = {
     "aria_text": "AriaTextForCausalLM",
     "cohere": "CohereForCausalLM",
@@ -65,7 +66,7 @@ TEXT_MODELS = {
     "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "opt": "OPTForCausalLM",
-    # The shape of ERNIE 4.5, with a rope of halves.
+    # ERNIE 4.5 layers with a half-split rope are Llama layers.
     "paddleocr_vl_text": "LlamaForCausalLM",
     "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -98,8 +99,8 @@ _WITHOUT_TEXT_CONFIG = {
     "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
 }
-"""Architectures whose first checkpoints, or all, have the fields of the text model beside the
-others -> its model_type."""
+"""Architectures with checkpoints that have the text model's fields at the top level -> model_type
+of the text model."""
 
 _UNNAMED = {"deepseek_vl_v2": "DeepseekVLV2ForCausalLM"}
 """model_type of whole models that are published without `architectures` -> the architecture."""
@@ -112,14 +113,14 @@ _CONFIG_NAMES = {
     "Ovis": "llm_config",
     "Ovis2_5": "llm_config",
 }
-"""Architectures whose text model is described by another field than text_config."""
+"""Architecture -> field that describes the text model in place of text_config."""
 
 _THINKER = "thinker_config"
-"""The part of a Qwen Omni that writes text. Other parts speak."""
+"""Config of the part of a Qwen Omni that writes text. Other parts speak."""
 
 _BIDIRECTIONAL = ("PaliGemmaForConditionalGeneration",)
-"""Architectures whose text model sees the whole prompt from each of its tokens; transformers 4
-writes no field about it."""
+"""Architectures whose text model attends to the whole prompt in both directions; transformers 4
+writes no field for this."""
 
 _INTERLEAVED = {
     "qwen3_vl_text": (24, 20, 20),
@@ -127,8 +128,8 @@ _INTERLEAVED = {
     "qwen3_5_text": (11, 11, 10),
     "qwen3_5_moe_text": (11, 11, 10),
 }
-"""model_type of the text models whose three axes take turns in the frequencies, whether the rope
-says so or not -> the mrope_section of a rope without this field."""
+"""model_type of text models whose position axes are interleaved in the frequencies even if the rope
+does not say so -> mrope_section of a rope without this field."""
 
 _COMMON_FIELDS = (
     "dtype",
@@ -139,17 +140,17 @@ _COMMON_FIELDS = (
     "bos_token_id",
     "eos_token_id",
 )
-"""Fields whose value in the whole model replaces the value in the text model."""
+"""Fields whose top-level value overrides the value in text_config."""
 
 
 IMAGE_TOKEN_FIELDS = ("image_token_id", "image_token_index")
-"""The second name is the older name."""
+"""Field names of the image token; the second name is older."""
 
 
 def with_architecture(fields: Fields) -> Fields:
-    """`fields` with the architecture of a whole model beside `text_config`: transformers 4.57 saves
-    Qwen2-VL and Qwen2.5-VL with the architecture in `text_config` alone, and DeepSeek-VL2 is
-    published with a model_type alone."""
+    """`fields` with the whole model's architecture at the top level: transformers 4.57 saves
+    Qwen2-VL and Qwen2.5-VL with the architecture only in `text_config`, and DeepSeek-VL2 is
+    published with only a model_type."""
     if fields.raw.get("architectures") is not None:
         return fields
     model_type = fields.raw.get("model_type")
@@ -165,8 +166,8 @@ def with_architecture(fields: Fields) -> Fields:
 
 
 def is_unknown_whole(fields: Fields) -> bool:
-    """Whether `fields` describe a model with a text model and images that is none of WHOLE_MODELS.
-    transformers' code of it says whether its images can be served."""
+    """Whether `fields` describe a model with a text model and images that is not in WHOLE_MODELS. A
+    check of the transformers code decides whether its images can be served."""
     names = fields.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] in WHOLE_MODELS:
         return False
@@ -176,8 +177,8 @@ def is_unknown_whole(fields: Fields) -> bool:
 
 
 def text_part(fields: Fields) -> Fields | None:
-    """The fields of a text model from those of the model that it is a part of; None if `fields`
-    describe no such model. ConfigError for a text model that is not known."""
+    """Fields of the text model inside a multimodal model's config; None if `fields` describe no
+    multimodal model. Raises ConfigError for an unknown text model."""
     names = fields.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         return None
@@ -224,8 +225,8 @@ def text_part(fields: Fields) -> Fields | None:
 
 
 def _text_architecture(text: dict[str, Any]) -> str | None:
-    """The architecture of a text model by its model_type, or by its own `architectures` in a file
-    without a model_type (DeepSeek-OCR); None for a text model that is not known."""
+    """Architecture of a text model by its model_type, or by `architectures` in a file without a
+    model_type (DeepSeek-OCR); None for an unknown text model."""
     model_type, names = text.get("model_type"), text.get("architectures")
     if isinstance(model_type, str):
         return TEXT_MODELS.get(model_type)

@@ -8,8 +8,8 @@ from config.model.multimodal.text_part import is_unknown_whole
 
 @dataclass(frozen=True, slots=True)
 class CrossFacts:
-    """Images of a model with layers of cross attention. An image is one token in the prompt, and a
-    fixed number of tiles, of which the last ones may be padding."""
+    """Images of a model with cross-attention layers. In the prompt, an image is a single token. The
+    image has a fixed number of tiles; the last tiles may be padding."""
 
     tiles_per_image: int
     embeddings_per_tile: int
@@ -17,31 +17,32 @@ class CrossFacts:
 
 @dataclass(frozen=True, slots=True)
 class VisionFacts:
-    """What server, engine and worker have to agree on about images."""
+    """What server, engine and worker must agree on about images."""
 
     architecture: str
-    """Of the whole model: LlavaForConditionalGeneration."""
+    """Architecture of the whole model, such as LlavaForConditionalGeneration."""
     image_token_id: int
-    """Each token with this id takes one row of an image's embeddings."""
+    """Each token with this id takes a row of an image's embeddings."""
     video_token_id: int | None = None
     uses_mrope: bool = False
     """Positions have three axes: time, height and width."""
     whole_images: bool = False
-    """The tokens of an image see each other in both directions, so that one chunk of a prefill must
-    hold the rest of an image."""
+    """Whether attention between the tokens of an image is bidirectional, so that a prefill chunk
+    must hold all remaining tokens of an image."""
     is_unlisted: bool = False
-    """It is none of VISION_FAMILIES: transformers' processor writes the prompts of its images, and
-    a trial of transformers' code shows whether they can be served."""
+    """Whether the architecture is not in VISION_FAMILIES. transformers' processor then writes the
+    image prompts, and a check of transformers' code shows whether the images can be served."""
     num_deepstack_layers: int = 0
-    """An image has so many further embeddings for each of its tokens, which are added to the
-    outputs of the first layers (Meng et al., DeepStack, 2024)."""
+    """Number of further embeddings per image token, which are added to the outputs of the first
+    layers (Meng et al., DeepStack, 2024)."""
 
     cross: CrossFacts | None = None
-    """Of a model whose images are read by layers of their own, in place of tokens."""
+    """Set if cross-attention layers read the images, in place of image tokens."""
 
     @property
     def embeddings_per_row(self) -> int:
-        """Of the encoder cache, whose rows are tokens of an image, or its tiles."""
+        """Embeddings in a row of the encoder cache. A row is an image token, or a tile for
+        cross-attention models."""
         if self.cross is not None:
             return self.cross.embeddings_per_tile
         return 1 + self.num_deepstack_layers
@@ -49,15 +50,15 @@ class VisionFacts:
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """What config.json does not say."""
+    """Facts that config.json does not have."""
 
     uses_mrope: bool = False
     whole_images: bool = False
     num_deepstack_layers: int = 0
-    """Unless vision_config names them."""
+    """Default, if vision_config does not set the number."""
     has_cross_attention: bool = False
     image_token_id: int | None = None
-    """Set where vision_config has the id: this one, unless it says another."""
+    """Default of the image token id in vision_config; None: config.json has the id."""
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -81,36 +82,38 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "SmolVLMForConditionalGeneration": VisionFamily(),
     "VipLlavaForConditionalGeneration": VisionFamily(),
 }
-"""Architecture of a whole model -> its facts. Of others only the names of fields are known."""
+"""Architecture of a whole model -> facts. For other architectures only the field names are
+known."""
 
 UNKNOWN = VisionFamily()
 
 
 MAX_IMAGE_ROWS = 16384
-"""Embeddings of the largest image, at the limits that image processors usually have."""
+"""Embeddings of the largest image under the usual limits of image processors."""
 
 
 MAX_CROSS_REQUESTS = 16
-"""Requests whose images are cached for layers that read them. A Llama 3.2 Vision of 11B caches 210
-MB for each image."""
+"""Maximum number of requests whose images are cached for cross-attention layers. Llama 3.2 Vision
+11B caches 210 MB per image."""
 
 
 def encoder_cache_rows(max_model_len: int, max_num_batched_tokens: int) -> int:
-    """Embeddings of images that a worker keeps: those of a step's tokens, and of the largest image
-    that a context holds."""
+    """Image embeddings that a worker keeps: enough for the tokens of a step and for the largest
+    image that fits the context."""
     return max(max_num_batched_tokens, min(max_model_len, MAX_IMAGE_ROWS))
 
 
 def cross_cache_tiles(facts: CrossFacts, images_per_request: int, max_num_seqs: int) -> int:
-    """Tiles of images that a worker keeps for layers that read images: those of each request, or of
-    as many requests as are worth their memory."""
+    """Image tiles that a worker keeps for cross-attention layers: the tiles of min(max_num_seqs,
+    MAX_CROSS_REQUESTS) requests."""
     num_requests = min(max_num_seqs, MAX_CROSS_REQUESTS)
     return num_requests * images_per_request * facts.tiles_per_image
 
 
 def read_vision(whole: Fields) -> VisionFacts | None:
-    """The facts in the config.json of a whole model; None if it is served without images, as one
-    that was saved without its vision tower. ConfigError for a missing or wrong field."""
+    """Vision facts from the config.json of a whole model; None if the model is served without
+    images, for example if it was saved without its vision tower. Raises ConfigError for a missing
+    or wrong field."""
     names = whole.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         return None
@@ -141,6 +144,7 @@ def read_vision(whole: Fields) -> VisionFacts | None:
 
 
 def _cross_facts(vision: Fields) -> CrossFacts:
-    """Each patch of a tile gives an embedding, and the tile as a whole one more."""
+    """Tile facts of cross attention: each patch of a tile gives an embedding, and the tile as a
+    whole gives a further embedding."""
     patches = vision.count("image_size", 448) // vision.count("patch_size", 14)
     return CrossFacts(vision.count("max_num_tiles", 4), patches**2 + 1)

@@ -1,5 +1,2 @@
-"""What a checkpoint says of its quantized weights: one file a method, and registry.py, which maps
-`quant_method` of config.json to it.
-
-How such weights are multiplied is not here (hpu/quantization/).
-"""
+"""Quantization settings of checkpoints: a file per method, and registry.py, which maps
+`quant_method` of config.json to its reader. hpu/quantization/ multiplies such weights."""

@@ -1,5 +1,5 @@
-"""AutoRound checkpoints: integers of 4 or 8 bits, packed as GPTQ or AWQ packs them, and FP8 with
-scales of blocks."""
+"""AutoRound checkpoints: 4- or 8-bit integers in the packing of GPTQ or AWQ, and FP8 with block
+scales."""
 
 import re
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from config.model.quantization.gptq import VERSION_2, gptq_scheme
 
 HEAD = "lm_head"
 QUANTIZED_BITS = 8
-"""The most bits of a quantized weight: AutoRound writes 16 for a weight that is not."""
+"""Maximum bits of a quantized weight; AutoRound writes 16 for an unquantized weight."""
 _EXPRESSION_SIGNS = frozenset("*+?^$()[]{}|\\")
 """A name in `extra_config` with such a character is a regular expression that may match any part
 of a module's name, as vLLM reads it."""
 
 
 def read_auto_round(fields: Fields) -> QuantizationConfig:
-    """Raises ConfigError for what is not served."""
+    """Quantization of AutoRound checkpoints. Raises ConfigError for unsupported settings."""
     if fields.raw.get("data_type") == "fp" and fields.raw.get("weight_block_size"):
         return _fp8(fields)
     _check_integers(fields)
@@ -52,9 +52,9 @@ def _fp8(fields: Fields) -> QuantizationConfig:
 
 
 def _check_integers(fields: Fields) -> None:
-    """Raise ConfigError for formats other than integer weights alone."""
+    """Raise ConfigError for formats other than integer weight-only quantization."""
     kind = fields.get("data_type", str, "int")
-    # Names of variants of the rounding, such as int_sym_dq, begin with int.
+    # Names of rounding variants, such as int_sym_dq, begin with int.
     if not kind.startswith("int"):
         raise refused(fields, "data_type", kind, "'int'")
     bits = fields.get("act_bits", int, 16)
@@ -66,7 +66,7 @@ def _check_integers(fields: Fields) -> None:
 
 
 def _packing(fields: Fields) -> tuple[Fields, Callable[[Fields], WeightScheme]]:
-    """The settings, and what makes a scheme of them. Early releases name the packing `backend`."""
+    """(settings, reader of a scheme). Early releases call the packing `backend`."""
     name = "packing_format" if fields.raw.get("packing_format") else "backend"
     packing = fields.get(name, str, "auto_round:auto_gptq").replace("autoround", "auto_round")
     if "awq" in packing:
@@ -81,7 +81,7 @@ def _packing(fields: Fields) -> tuple[Fields, Callable[[Fields], WeightScheme]]:
 
 
 def _blocks(fields: Fields) -> tuple[str, ...]:
-    """The blocks whose linear layers are quantized."""
+    """Blocks whose linear layers are quantized."""
     value = fields.raw.get("block_name_to_quantize")
     names = value.split(",") if isinstance(value, str) else value or []
     flat = [name for part in names for name in (part if isinstance(part, list) else [part])]
@@ -93,8 +93,8 @@ def _blocks(fields: Fields) -> tuple[str, ...]:
 def _overrides(
     fields: Fields, scheme_of: Callable[[Fields], WeightScheme]
 ) -> tuple[Overrides, bool]:
-    """The settings of single modules, names before expressions; and whether the head is quantized,
-    which is only if it is among them."""
+    """Settings of single modules, names before expressions; and whether the head is quantized,
+    which requires an entry for it."""
     found: dict[bool, list[tuple[str, WeightScheme | None]]] = {False: [], True: []}
     has_head = False
     for name, changes in fields.get("extra_config", dict, {}).items():

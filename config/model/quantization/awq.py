@@ -21,11 +21,11 @@ from config.model.quantization.fields import (
 )
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Of the eight outputs in an int32, from its lowest bits on."""
+"""Output index of each of the eight values in an int32, from the lowest bits up."""
 
 
 def read_awq(fields: Fields) -> QuantizationConfig:
-    """Raises ConfigError for what is not served."""
+    """Quantization of AWQ checkpoints. Raises ConfigError for unsupported settings."""
     for name in ("version", "checkpoint_format"):
         version = fields.get(name, str, "gemm")
         if version.lower() != "gemm":

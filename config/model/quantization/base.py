@@ -1,5 +1,5 @@
-"""QuantizationConfig: a checkpoint's quantization_config, checked; and how a quantized weight is
-stored, as a list of tensors."""
+"""QuantizationConfig: a checkpoint's checked quantization_config, and the list of tensors that
+store a quantized weight."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from config.expressions import START, Expressions
 
 EXPRESSION = "re:"
-"""What a regular expression begins with, among names of modules."""
+"""Prefix of regular expressions in lists of module names."""
 
 OUTPUTS, INPUTS = 0, 1
 """Dimensions of the weight (out, in) of a linear layer."""
@@ -27,10 +27,11 @@ Role = Literal[
     "nested_blocks",
     "nested_codes",
 ]
-"""Of a tensor: quantized values; what they are multiplied by; zero points, which are subtracted
-before; the group of each input; the scale of activations; the sizes of the weight. Of a flat
-weight: scales of blocks; what values stand for; sizes in JSON; both of scales that are
-quantized."""
+"""Role of a stored tensor. values: quantized values; scales: factors of the values; zeros: zero
+points, subtracted before scaling; groups: the group of each input; input_scale: scale of
+activations; shape: sizes of the weight. For a flat weight, blocks: scales of blocks; codes: table
+of dequantized values; state: sizes in JSON; nested_blocks and nested_codes: blocks and codes of
+quantized scales."""
 
 PARAMETERS: dict[Role, str] = {
     "values": "qweight",
@@ -39,7 +40,7 @@ PARAMETERS: dict[Role, str] = {
     "groups": "g_idx",
     "input_scale": "input_scale",
 }
-"""Of a quantized linear layer, the parameter that such tensors fill."""
+"""Role -> name of the parameter of a quantized linear layer."""
 
 
 class StoredAxis(NamedTuple):
@@ -48,41 +49,42 @@ class StoredAxis(NamedTuple):
     of: int
     """OUTPUTS or INPUTS."""
     unit: int = 1
-    """How many of them share an index; 0: all."""
+    """Number of outputs or inputs that share an index; 0: all."""
     is_packed: bool = False
-    """They share it because an int32 has several values."""
+    """Whether they share an index because an int32 packs several values."""
     is_whole: bool = False
-    """Every rank needs all of it."""
+    """Whether every rank needs the whole axis."""
 
     def size(self, count: int) -> int:
-        """For `count` outputs or inputs."""
+        """Size of the axis for `count` outputs or inputs."""
         return -(-count // self.unit) if self.unit else 1
 
 
 class WeightPart(NamedTuple):
-    """One of the tensors that a quantized weight (out, in) is stored as."""
+    """A stored tensor of a quantized weight (out, in)."""
 
     role: Role
     suffix: str
-    """Of its name, behind that of the module."""
+    """Suffix of the tensor's name after the module's name."""
     axes: tuple[StoredAxis, ...]
-    """Of the tensor; none: one number for the whole weight."""
+    """Axes of the tensor; empty: a single number for the whole weight."""
     dtypes: tuple[str, ...]
-    """As safetensors spells them."""
+    """Accepted dtypes, as spelled in safetensors headers."""
     bits: int = 0
-    """Of integers."""
+    """Bits of an integer value; 0: no integers."""
     order: tuple[int, ...] = ()
-    """Which of the values in an int32 is in its lowest bits, which in the next ones; empty: they
-    are in their own order."""
+    """Index of the value in each position of an int32, from the lowest bits up; empty: natural
+    order."""
     offset: int = 0
-    """Added to integers, modulo 2^bits; to integers that are not packed, plainly."""
+    """Offset added to integers, modulo 2^bits if they are packed."""
     factor: float = 1.0
-    """Of scales: they are multiplied by it."""
+    """Factor by which scales are multiplied."""
     flat: int = 0
-    """Of a flat weight: how many of its numbers, in the order of memory, share an entry; 0: any."""
+    """Number of consecutive elements of a flat weight that share an entry; 0: not a flat weight, or
+    any number."""
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """Of the tensor in the file."""
+        """Shape of the tensor in the file."""
         if self.role == "shape":
             return (2,)
         if self.flat:
@@ -91,7 +93,7 @@ class WeightPart(NamedTuple):
         return tuple(axis.size(sizes[axis.of]) for axis in self.axes)
 
     def fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-        """Whether a tensor of `shape` is one of `expected`: formats differ in dimensions of 1."""
+        """Whether a tensor of `shape` matches `expected`. Formats differ in dimensions of 1."""
         if self.role in ("codes", "state", "nested_codes"):
             return True
         if self.role in ("scales", "input_scale") or self.flat:
@@ -106,20 +108,22 @@ class WeightScheme:
     bits: int
     parts: tuple[WeightPart, ...]
     is_float: bool = False
-    """FP8 (e4m3) values, not integers."""
+    """Whether values are FP8 (e4m3) instead of integers."""
     group_size: int | None = None
     """Inputs that share a scale; None: all."""
     block_rows: int = 1
     """Outputs that share a scale; 0: all."""
     is_symmetric: bool = True
-    """Without zero points: those of integers are in the middle."""
+    """Whether weights have no zero points. The zero point of integers is then the middle of their
+    range."""
     desc_act: bool = False
-    """Groups are not of neighbouring inputs: a tensor says which each input belongs to."""
+    """Whether groups consist of arbitrary inputs; a tensor gives the group of each input."""
     activations: Literal["none", "dynamic", "static"] = "none"
-    """Whether they are quantized: with a scale of each token, or with one of the checkpoint."""
+    """Quantization of activations: none, with a scale per token (dynamic), or with a scale from the
+    checkpoint (static)."""
     is_flat: bool = False
-    """The weight is a list of numbers in the order of memory, in blocks: each rank reads all of it,
-    and dequantizes it while it is loaded."""
+    """Whether the weight is stored flat, in memory order and in blocks. Each rank reads the whole
+    weight and dequantizes it during loading."""
 
     @property
     def middle(self) -> int:
@@ -131,18 +135,18 @@ class WeightScheme:
 
 
 class Rule(NamedTuple):
-    """A scheme, and the modules that have it."""
+    """A scheme and the modules that use it."""
 
     targets: tuple[str, ...]
-    """As QuantizationConfig.ignored; `Linear`: all linear layers."""
+    """Module names or patterns, as in QuantizationConfig.ignored; `Linear`: all linear layers."""
     scheme: WeightScheme
 
 
 class Overrides(NamedTuple):
-    """Modules with schemes of their own."""
+    """Modules with their own schemes."""
 
     patterns: tuple[str, ...] = ()
-    """Regular expressions behind EXPRESSION. The first expression that matches a module holds."""
+    """Regular expressions that follow EXPRESSION. The first matching expression applies."""
     schemes: tuple[WeightScheme | None, ...] = ()
     """The scheme for each of `patterns`; None: the module is not quantized."""
 
@@ -157,19 +161,19 @@ class QuantizationConfig:
     method: str
     """quant_method, which is also the value of --quantization."""
     rules: tuple[Rule, ...]
-    """The first rule that matches a module holds."""
+    """Rules in order; the first rule that matches a module applies."""
     overrides: Overrides = NO_OVERRIDES
-    """Holds before `ignored` and `rules`."""
+    """Overrides, which precede `ignored` and `rules`."""
     ignored: tuple[str, ...] = ()
-    """Modules that are not quantized: their names or parts of them, between dots; or behind `re:` a
-    regular expression."""
+    """Modules that are not quantized: module names, parts of names between dots, or regular
+    expressions after `re:`."""
     has_head: bool = False
     """Whether the output head is quantized, unless it is ignored."""
     ignored_suffixes: tuple[str, ...] = ()
-    """Ends of the names of tensors that a checkpoint may hold and nobody needs."""
+    """Suffixes of tensor names that a checkpoint may hold and the model does not need."""
     stacked: WeightScheme | None = None
-    """Of experts that the checkpoint stacks in one tensor for each product. Names of its parts
-    follow that of the tensor without a dot. None: quantized experts are stored one by one."""
+    """Scheme of experts that the checkpoint stacks in a tensor per projection. A part's suffix
+    follows the tensor's name without a dot. None: quantized experts are stored separately."""
 
     @property
     def schemes(self) -> tuple[WeightScheme, ...]:
@@ -178,7 +182,8 @@ class QuantizationConfig:
         return (*own, *(rule.scheme for rule in self.rules))
 
     def scheme_of(self, module: str) -> WeightScheme | None:
-        """Of the linear layer that the checkpoint calls `module`; None: it is not quantized."""
+        """Scheme of the linear layer that the checkpoint calls `module`; None: the layer is not
+        quantized."""
         index = _first(self.overrides.patterns, module)
         if index is not None:
             return self.overrides.schemes[index]
@@ -192,13 +197,14 @@ class QuantizationConfig:
 
 @lru_cache(maxsize=16)
 def expressions(names: tuple[str, ...], where: str = "quantization_config") -> Expressions:
-    """Those among names of modules. Raises ConfigError."""
+    """The compiled regular expressions among `names` (entries with the prefix EXPRESSION). Raises
+    ConfigError."""
     found = [name.removeprefix(EXPRESSION) for name in names if name.startswith(EXPRESSION)]
     return Expressions(found, where, START)
 
 
 def _selects(patterns: tuple[str, ...], module: str) -> bool:
-    """Whether one of `patterns`, as QuantizationConfig.ignored, names `module`."""
+    """Whether any of `patterns` (as in QuantizationConfig.ignored) names `module`."""
     if _first(patterns, module) is not None:
         return True
     names = _names(module)
@@ -210,7 +216,8 @@ def _selects(patterns: tuple[str, ...], module: str) -> bool:
 
 
 def _first(patterns: tuple[str, ...], module: str) -> int | None:
-    """The index among the regular expressions in `patterns` of the first that matches `module`."""
+    """Index, among the regular expressions in `patterns`, of the first expression that matches
+    `module`."""
     if not patterns:
         return None
     found = (expressions(patterns).first(name) for name in _names(module))
@@ -218,12 +225,12 @@ def _first(patterns: tuple[str, ...], module: str) -> int | None:
 
 
 def _names(module: str) -> tuple[str, ...]:
-    """The names of `module` in the files. The whole model of a text model has longer names, of two
-    kinds."""
+    """Possible names of `module` in the files: the name itself, and two longer names in multimodal
+    checkpoints."""
     inner = module.removeprefix("model.")
     return (module, f"language_model.{module}", f"model.language_model.{inner}")
 
 
 def packed_axis(of: int, bits: int) -> StoredAxis:
-    """Of int32 that hold values of so many bits."""
+    """Axis of int32 elements that pack values of `bits` bits."""
     return StoredAxis(of, INT32_BITS // bits, is_packed=True)

@@ -17,13 +17,13 @@ from config.model.quantization.base import (
 from config.model.quantization.fields import FLOATS, choice, module_names, refused
 
 BLOCK, NESTED_BLOCK = 64, 256
-"""Numbers that share a scale, and scales that share one."""
+"""Weights per scale, and scales per nested scale."""
 SCB_FACTOR = 1 / 127
-"""Scales of 8 bits are the largest magnitudes."""
+"""Factor of 8-bit scales, which are stored as largest magnitudes."""
 
 
 def read_bitsandbytes(fields: Fields) -> QuantizationConfig:
-    """Raises ConfigError for what is not served."""
+    """Quantization of bitsandbytes checkpoints. Raises ConfigError for unsupported settings."""
     has_8_bits = fields.get("load_in_8bit", bool, False)
     if has_8_bits == fields.get("load_in_4bit", bool, False):
         raise refused(fields, "load_in_4bit", not has_8_bits, "either this or load_in_8bit")
@@ -31,7 +31,8 @@ def read_bitsandbytes(fields: Fields) -> QuantizationConfig:
         "bitsandbytes",
         (Rule(("Linear",), _eight_bits() if has_8_bits else _four_bits(fields)),),
         ignored=module_names(fields, "llm_int8_skip_modules"),
-        # Without a list the tool leaves out the head; a list names all modules that it leaves out.
+        # Without a list, bitsandbytes does not quantize the head; a list names all unquantized
+        # modules.
         has_head=fields.raw.get("llm_int8_skip_modules") is not None,
         ignored_suffixes=(".weight_format",),
     )

@@ -1,5 +1,5 @@
-"""compressed-tensors checkpoints (llmcompressor): packed integers of 4 or 8 bits, plain ones of 8,
-and FP8."""
+"""compressed-tensors checkpoints (llmcompressor): packed 4- or 8-bit integers, unpacked 8-bit
+integers, and FP8."""
 
 import re
 from typing import Any
@@ -28,19 +28,20 @@ from config.model.quantization.fp8 import fp8_scheme
 
 PACKED, INT8, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 NAIVE = "naive-quantized"
-"""The form of INT8 or FLOAT, by the type: weights alone in FP8 get it."""
+"""Format that means INT8 or FLOAT, depending on the type; FP8 weight-only checkpoints have it."""
 
 _BLOCK = re.compile(r"[0-9]{1,9}x[0-9]{1,9}")
 
 
 def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
-    """Raises ConfigError for what is not served."""
+    """Quantization of compressed-tensors checkpoints. Raises ConfigError for unsupported
+    settings."""
     sparsity = fields.get("sparsity_config", dict, {})
     if sparsity.get("format", "dense") != "dense":
         raise refused(fields, "sparsity_config", sparsity["format"], "'dense'")
     _check_transforms(fields)
     groups = fields.get("config_groups", dict, {})
-    # The cache alone may be quantized.
+    # Only the cache may be quantized.
     if not groups and not fields.get("kv_cache_scheme", dict, None):
         raise refused(fields, "config_groups", groups, "one group or several")
     rules = []
@@ -58,8 +59,8 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
 
 
 def _check_transforms(fields: Fields) -> None:
-    """Raise ConfigError for rotations of activations (QuIP, SpinQuant): the weights alone, in which
-    the other rotations are, would give other outputs."""
+    """Raise ConfigError for rotations of activations (QuIP, SpinQuant), which are not supported:
+    without them the rotated weights give wrong outputs."""
     schemes = fields.get("transform_config", dict, {}).get("config_groups") or {}
     if not isinstance(schemes, dict):
         raise refused(fields, "transform_config", schemes, "an object of groups")
@@ -105,7 +106,7 @@ def _integers(weights: Fields, *, is_packed: bool) -> WeightScheme:
             raise refused(weights, "symmetric", is_symmetric, "true, with 8 bits not packed")
         values = WeightPart("values", "weight", (outputs, inputs), ("I8",), bits=8, offset=128)
         return WeightScheme(8, (values, scales), group_size=size, desc_act=desc_act)
-    # Stored integers and zero points count from the middle, which cancels out.
+    # Stored integers and zero points are both relative to the middle, which cancels out.
     parts: tuple[WeightPart, ...] = (
         WeightPart(
             "values", "weight_packed", (outputs, packed_axis(INPUTS, bits)), ("I32",), bits=bits
@@ -122,7 +123,7 @@ def _integers(weights: Fields, *, is_packed: bool) -> WeightScheme:
 
 
 def _has_order(weights: Fields) -> bool:
-    """Whether a tensor tells the group of each input: releases spell it in three ways."""
+    """Whether a tensor gives the group of each input; releases spell the field in three ways."""
     order = weights.raw.get("actorder")
     if isinstance(order, bool):
         return order

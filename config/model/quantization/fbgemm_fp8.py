@@ -17,8 +17,9 @@ from config.model.quantization.fp8 import fp8_scheme
 
 
 def read_fbgemm_fp8(fields: Fields) -> QuantizationConfig:
-    """Raises ConfigError for what is not served. The largest activation that is not cut off,
-    activation_scale_ub, is not used: without it activations are as exact, or more."""
+    """Quantization of fbgemm_fp8 checkpoints. activation_scale_ub, the limit above which
+    activations are clipped, is not used: activations without it are at least as exact. Raises
+    ConfigError for unsupported settings."""
     scheme = fp8_scheme(fields, "", None, rows=1, suffix="weight_scale", activations="dynamic")
     outputs, inputs = StoredAxis(OUTPUTS), StoredAxis(INPUTS)
     stacked = WeightScheme(

@@ -1,4 +1,4 @@
-"""Fields of quantization_config that several methods have."""
+"""Fields of quantization_config that several methods share."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,28 +9,28 @@ from config.model.quantization.base import EXPRESSION, Overrides, WeightScheme, 
 
 FLOATS = ("F16", "BF16", "F32")
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-"""Of caches in FP8: those of keys and values are read where the cache is in FP8."""
+"""Name suffixes of scales of FP8 caches. Scales of keys and values are read if the cache is FP8."""
 
 
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files of checkpoints whose config.json says nothing of quantization, as AutoGPTQ and AutoAWQ
-wrote them at first, and their quant_method."""
+"""File name -> quant_method of early AutoGPTQ and AutoAWQ checkpoints, whose config.json has no
+quantization_config."""
 _MODELOPT_FILE = "hf_quant_config.json"
-"""The settings of NVIDIA's Model Optimizer, whose first checkpoints have them in no other file."""
+"""File with the settings of NVIDIA's Model Optimizer; its first checkpoints have them only here."""
 _BITS = ("bits", "w_bit")
 _BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
 """Fields of bitsandbytes, whose early checkpoints have no quant_method."""
 _SKIPPED, _CHANGED = "-:", "+:"
-"""Before a pattern of `dynamic`: its modules are not quantized, or have other settings."""
+"""Prefixes of patterns in `dynamic`: skip the modules, or change their settings."""
 
 
 def quantization_fields(fields: Fields) -> Fields | None:
-    """The settings of quantized weights, with quant_method, of the checkpoint with the config.json
-    `fields`; None if its weights are not quantized."""
+    """Quantization settings, with quant_method, of the checkpoint whose config.json is `fields`;
+    None if its weights are not quantized."""
     own = fields.raw.get("quantization_config")
     if own:
         return _with_method(own, None, fields.file)
-    # The name of compressed-tensors until its release 0.6.
+    # Name of compressed-tensors before release 0.6.
     older = fields.raw.get("compression_config")
     if older:
         return _with_method(older, "compressed-tensors", fields.file)
@@ -43,7 +43,7 @@ def quantization_fields(fields: Fields) -> Fields | None:
     file = fields.file.parent / _MODELOPT_FILE
     if file.is_file():
         settings = Fields(read_json(file), file).get("quantization", dict, {})
-        # A null says that only the cache is in FP8.
+        # null means that only the cache is FP8.
         if settings.get("quant_algo") is not None:
             return _with_method(settings, "modelopt", file)
     return None
@@ -58,7 +58,7 @@ def _with_method(raw: object, method: str | None, file: Path) -> Fields:
 
 
 def dynamic_overrides(fields: Fields, scheme_of: Callable[[Fields], WeightScheme]) -> Overrides:
-    """The settings by pattern in `dynamic`, as dynamic_get of GPTQModel reads them."""
+    """Overrides from the patterns in `dynamic`, with the semantics of GPTQModel's dynamic_get."""
     patterns: list[str] = []
     schemes: list[WeightScheme | None] = []
     for name, changes in fields.get("dynamic", dict, {}).items():
@@ -82,7 +82,7 @@ def choice(fields: Fields, name: str, default: str | None, allowed: tuple[str, .
 
 
 def refused(fields: Fields, name: str, value: object, allowed: str) -> ConfigError:
-    """For a value that is not served."""
+    """The error for an unsupported value."""
     return ConfigError(
         f"{name} of quantization_config in {fields.file} is {shown(value)}, served is {allowed}"
     )
@@ -120,7 +120,7 @@ def module_names(fields: Fields, *names: str) -> tuple[str, ...]:
 
 
 def checked_names(fields: Fields, where: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """`names` of modules in the field `where`. ConfigError for regular expressions among them that
-    cannot be matched."""
+    """`names` of modules in the field `where`. Raises ConfigError for regular expressions among
+    them that cannot be matched."""
     expressions(names, f"{where} of quantization_config in {fields.file}")
     return names

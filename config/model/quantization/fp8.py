@@ -1,4 +1,4 @@
-"""FP8 checkpoints (e4m3): scales of tensors, or of blocks as DeepSeek-V3 has them."""
+"""FP8 checkpoints (e4m3) with tensor scales, or with block scales as in DeepSeek-V3."""
 
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from config.model.quantization.fields import FLOATS, KV_SCALES, choice, module_n
 
 
 def read_fp8(fields: Fields) -> QuantizationConfig:
-    """Raises ConfigError for what is not served."""
+    """Quantization of FP8 checkpoints. Raises ConfigError for unsupported settings."""
     choice(fields, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
     kind = choice(fields, "activation_scheme", "dynamic", ("dynamic", "static"))
     block = fields.get("weight_block_size", list, None)
@@ -45,8 +45,8 @@ def fp8_scheme(
     suffix: str,
     activations: Literal["none", "dynamic", "static"],
 ) -> WeightScheme:
-    """With scales of blocks (outputs, inputs), which the field `name` has, or of `rows` outputs
-    (0: of the whole tensor)."""
+    """FP8 scheme with scales of blocks (outputs, inputs), whose sizes are in the field `name`, or
+    with a scale per `rows` outputs (0: for the whole tensor)."""
     columns = 0
     if block is not None:
         if len(block) != 2 or not all(type(one) is int and one > 0 for one in block):

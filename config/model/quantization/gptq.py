@@ -27,7 +27,7 @@ VERSION_2 = VERSIONS[1]
 
 
 def read_gptq(fields: Fields) -> QuantizationConfig:
-    """Raises ConfigError for what is not served."""
+    """Quantization of GPTQ checkpoints. Raises ConfigError for unsupported settings."""
     choice(fields, "checkpoint_format", "gptq", VERSIONS)
     if fields.raw.get("is_marlin_format"):
         raise refused(fields, "is_marlin_format", True, "false: weights packed as GPTQ does")
@@ -40,7 +40,7 @@ def read_gptq(fields: Fields) -> QuantizationConfig:
         (Rule(_targets(fields), scheme),),
         overrides,
         has_head=fields.get("lm_head", bool, False),
-        # Biases of layers that have none: the tools store zeros.
+        # Biases of layers without biases: the tools store zeros.
         ignored_suffixes=(".bias", *(() if has_groups else (".g_idx",))),
     )
 
@@ -49,7 +49,7 @@ def gptq_scheme(fields: Fields) -> WeightScheme:
     """The scheme of modules with the settings `fields`. Raises ConfigError."""
     bits, size = integer_bits(fields, "bits"), group_size(fields, "group_size")
     desc_act = fields.get("desc_act", bool, False) and size is not None
-    # The first version stores zero points less 1.
+    # Version gptq stores zero points minus 1.
     offset = 0 if fields.raw.get("checkpoint_format") == VERSION_2 else 1
     groups = StoredAxis(INPUTS, size or 0, is_whole=desc_act)
     rows, columns = packed_axis(INPUTS, bits), packed_axis(OUTPUTS, bits)
@@ -67,7 +67,7 @@ def gptq_scheme(fields: Fields) -> WeightScheme:
 
 
 def _targets(fields: Fields) -> tuple[str, ...]:
-    """All linear layers, or those in modules_in_block_to_quantize, a list of lists."""
+    """All linear layers, or the layers in modules_in_block_to_quantize, a list of lists."""
     lists = fields.get("modules_in_block_to_quantize", list, [])
     names = [name for one in lists for name in (one if isinstance(one, list) else [one])]
     if not all(isinstance(name, str) for name in names):

@@ -1,9 +1,6 @@
-"""The configuration of Intel Neural Compressor (INC), which QUANT_CONFIG names, as far as it is
-checked before the compressor reads it; and its files of measures.
-
-Keys, defaults and file names: _quant_common/quant_config.py of fp8_quant in
-intel/neural-compressor.
-"""
+"""Configuration of Intel Neural Compressor (INC), which QUANT_CONFIG names: the part that is
+checked before the compressor reads it, and its measurement files. Keys, defaults and file names:
+_quant_common/quant_config.py of fp8_quant in intel/neural-compressor."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +14,11 @@ from config.whole_files import read_limited
 INC = "inc"
 """The value of --quantization."""
 MODULE, PACKAGE = "neural_compressor", "neural-compressor-pt"
-"""To import the compressor by, and to install it by."""
+"""Import name and package name of the compressor."""
 MEASURE, QUANTIZE = MODES = ("MEASURE", "QUANTIZE")
 VARIABLE = "QUANT_CONFIG"
 UNMEASURED_METHODS = ("UNIT_SCALE", "HW_ALIGNED_SINGLE_SCALE")
-"""Scale methods that need no measures."""
+"""Scale methods that need no measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +29,10 @@ class QuantConfig:
     mode: str
     """MEASURE or QUANTIZE."""
     dump_stats_path: str
-    """Beginning of the path of each file of measures."""
+    """Path prefix of all measurement files."""
     observer: str
     needs_measures: bool
-    """Whether to quantize takes files of measures."""
+    """Whether quantization needs measurement files."""
     names_ranks: bool
     """Whether each rank has its own files."""
 
@@ -44,12 +41,12 @@ class QuantConfig:
         return self.mode == MEASURE
 
     def measure_file(self, rank: int, num_ranks: int, suffix: str = ".npz") -> Path:
-        """That of `rank`, with activations' and weights' largest magnitudes."""
+        """File with the largest magnitudes of activations and weights that `rank` measured."""
         ranks = f"_{rank}_{num_ranks}" if self.names_ranks else ""
         return Path(f"{self.dump_stats_path}_hooks_{self.observer}{ranks}{suffix}")
 
     def check_files(self, num_ranks: int) -> None:
-        """Raise ConfigError if the measures of a rank are missing."""
+        """Raise ConfigError if a rank's measurements are missing."""
         if self.measures or not self.needs_measures:
             return
         for rank in range(num_ranks):
@@ -63,7 +60,7 @@ class QuantConfig:
 
 
 def read_quant_config(path: str | None) -> QuantConfig:
-    """The file that QUANT_CONFIG names. Raises ConfigError."""
+    """Read the file that QUANT_CONFIG names. Raises ConfigError."""
     if path is None:
         raise ConfigError(
             f"quantization is {INC}, and neither {VARIABLE} nor --quant-config names the "

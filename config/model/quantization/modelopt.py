@@ -1,4 +1,4 @@
-"""FP8 of NVIDIA's Model Optimizer: e4m3 with a scale of each tensor, and scales of activations."""
+"""NVIDIA Model Optimizer FP8: e4m3 with tensor scales and activation scales."""
 
 import re
 
@@ -9,8 +9,8 @@ from config.model.quantization.fp8 import fp8_scheme
 
 
 def read_modelopt(fields: Fields) -> QuantizationConfig:
-    """From quantization_config in config.json, or from hf_quant_config.json, which calls the list
-    of modules exclude_modules. Raises ConfigError for what is not served."""
+    """Read quantization_config of config.json, or hf_quant_config.json, where the list of modules
+    is called exclude_modules. Raises ConfigError for unsupported settings."""
     choice(fields, "quant_algo", None, ("FP8",))
     scheme = fp8_scheme(
         fields, "quant_algo", None, rows=0, suffix="weight_scale", activations="static"
@@ -25,7 +25,7 @@ def read_modelopt(fields: Fields) -> QuantizationConfig:
 
 
 def _pattern(name: str) -> str:
-    """`name` as in QuantizationConfig.ignored: an asterisk stands for any text."""
+    """`name` as an entry of QuantizationConfig.ignored. An asterisk matches any text."""
     if "*" not in name or name.startswith(EXPRESSION):
         return name
     return EXPRESSION + ".*".join(re.escape(part) for part in name.split("*")) + "$"

@@ -1,4 +1,4 @@
-"""Values of `quant_method` of a checkpoint to what reads its quantization_config."""
+"""`quant_method` of a checkpoint -> reader of its quantization_config."""
 
 from collections.abc import Callable, Mapping
 
@@ -48,6 +48,6 @@ def read_quantization(fields: Fields, known: tuple[str, ...] = ()) -> Quantizati
 
 
 def is_served(fields: Fields) -> bool:
-    """Whether `read_quantization` knows the method of config.json."""
+    """Whether `read_quantization` supports the method in config.json."""
     own = quantization_fields(fields)
     return own is not None and own.raw["quant_method"] in METHODS
