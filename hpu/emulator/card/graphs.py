@@ -1,8 +1,9 @@
-"""HPUGraph: a recording of the ops between begin and end, replayed without Python, so that a value
-that was baked in by mistake shows.
+"""HPUGraph: a recording of the ops between begin and end, replayed without Python, so that
+accidentally captured constants become visible.
 
-With static tensors (tensor cache on) a replay writes to the tensors of the capture. Without, each
-replay allocates and frees its intermediates; those of the capture are filled with garbage.
+With static tensors (tensor cache on) a replay writes to the tensors of the capture. With the tensor
+cache off, each replay allocates and frees its intermediates; the intermediates of the capture are
+filled with garbage.
 """
 
 import gc
@@ -29,7 +30,7 @@ class ReplayCount:
 
 @dataclass(slots=True)
 class OutputLifetime:
-    """Of a graph's output: ends with the next replay."""
+    """Lifetime of a graph's output: ends with the next replay."""
 
     replays: ReplayCount
     until: int
@@ -45,7 +46,8 @@ class OutputLifetime:
 
 @dataclass(slots=True)
 class InputLifetime:
-    """Of the first call's input: ends when a later call's input is copied into it."""
+    """Lifetime of an input of the first call: ends when the input of a later call is copied into
+    it."""
 
     overwritten: bool = False
     kind: str = "input_overwritten"
@@ -60,7 +62,7 @@ class InputLifetime:
 
 @dataclass(slots=True)
 class FreedLifetime:
-    """Of an intermediate of a graph without tensor cache: has ended for good."""
+    """Lifetime of an intermediate of a graph without tensor cache: always ended."""
 
     kind: str = "freed_intermediate"
     text: str = "an intermediate was freed after capture; list it in cache_tensors_list"
@@ -108,7 +110,7 @@ class HPUGraph:
         self._marked: list[Tensor] = []
         self._input_slots: list[int | None] = []
         self._used: weakref.WeakSet[Allocation] = weakref.WeakSet()
-        """Storages that every replay reads or writes: not those of the inputs."""
+        """Storages that every replay reads or writes, except the inputs."""
         self._results: list[tuple[int, Tensor]] = []
         """Slots, and the tensors that must have their values after a replay."""
         self._is_static = True
@@ -180,9 +182,9 @@ class HPUGraph:
         self._marked = list(tensors)
 
     def _match_inputs(self) -> None:
-        """Find the marked inputs among the tensors that were read. The runtime compares identities:
-        of a view only its base is an input of the graph, and that is none of the marked ones (the
-        bridge's lazy_executor.cpp, saveInputsAndOutputs)."""
+        """Find the marked inputs among the tensors that were read. The runtime compares identities.
+        The graph input of a view is its base, which is not a marked tensor (the bridge's
+        lazy_executor.cpp, saveInputsAndOutputs)."""
         for given in self._marked:
             slot = None
             if isinstance(given, HpuTensor) and not given.is_view:

@@ -40,7 +40,7 @@ EMPTY = _names("empty empty_strided empty_like new_empty new_empty_strided")
 """Ops that allocate without writing."""
 
 UNDECOMPOSED = ("aten::one_hot", "aten::scaled_dot_product_attention")
-"""Composite ops that the device runs as one."""
+"""Composite ops that the device runs undecomposed."""
 
 UNSUPPORTED_DTYPES = frozenset((torch.float64, torch.complex64, torch.complex128, torch.complex32))
 
@@ -135,8 +135,8 @@ def _handler(func: Any) -> Handler | None:
 def _matmul_into(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
 ) -> Tensor:
-    """The product is written in the dtype of `out`, without being rounded to that of the factors:
-    vllm-gaudi writes float32 scores of bfloat16 queries and keys so (flat_pa in
+    """Write the product in the dtype of `out`, without rounding it to the dtype of the factors:
+    vllm-gaudi computes float32 scores of bfloat16 queries and keys this way (flat_pa in
     vllm_gaudi/extension/ops.py)."""
     left, right = args
     out: Tensor = kwargs["out"]
@@ -216,7 +216,8 @@ def _write_valid(
     dim: int,
     valid: Tensor,
 ) -> Any:
-    """Write to a copy of the target with one more row, which receives what the device ignores."""
+    """Write to a copy of the target with an extra row, which receives the writes that the device
+    ignores."""
     target, index = args[0], args[2]
     extra_shape = list(target.shape)
     extra_shape[dim] = 1

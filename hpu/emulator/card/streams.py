@@ -30,12 +30,12 @@ class WriteClock:
 
 
 class LaunchClock:
-    """Counts the launches of the default stream, and those that the host knows to be done.
+    """Counts the launches of the default stream, and the launches that the host has waited for.
 
     A launch is registered with the storages that it reads and writes, and a copy from the host to
     such a storage waits for it (HabanaAI/gaudi-pytorch-bridge, backend/kernel/hpu_habana_cache.cpp,
-    RecipeLauncher::Launch). A launch counts as running until the host has waited for it, as late as
-    a real card may be.
+    RecipeLauncher::Launch). A launch counts as running until the host has waited for it, which is
+    the latest end that a real card could have.
     """
 
     def __init__(self) -> None:
@@ -125,8 +125,8 @@ class CardEvent:
         self.seen = 0
 
     def record(self, stream: "CardStream | None" = None) -> None:
-        """As in the runtime, this ends the segment only in the current stream (the bridge's
-        HPUEvent.cpp)."""
+        """Record the event. Like in the runtime, this ends the segment only in the current stream
+        (the bridge's HPUEvent.cpp)."""
         self._device.acquisition.touch()
         current = self._device.stream_state
         self._state = current if stream is None else stream.stream_state

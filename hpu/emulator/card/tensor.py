@@ -123,7 +123,7 @@ class HpuTensor(Tensor):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if torch._C._is_torch_function_mode_enabled():
-            # As torch does for its own tensors: a mode may run something else.
+            # torch does this for its own tensors: a function mode may replace the operation.
             handle: Any = torch.overrides.handle_torch_function
             handle(Tensor.__setitem__, (self,), self, key, value)
             return

@@ -108,8 +108,9 @@ def check_sdpa(
 def _check_statistics(
     requires_backward: bool, is_causal: bool, valid_seq_len: Tensor | None
 ) -> None:
-    """Statistics are used by vllm-gaudi for slices only, and there with explicit masks: it found
-    those of a causal call to differ (SlicedFusedSDPABase in vllm_gaudi/extension/utils.py)."""
+    """Raise RuntimeError for unsupported statistics. vllm-gaudi uses statistics only for slices
+    with explicit masks: it found that a causal call returns different statistics
+    (SlicedFusedSDPABase in vllm_gaudi/extension/utils.py)."""
     if requires_backward and valid_seq_len is not None:
         raise RuntimeError("FusedSDPA takes valid_seq_len only without a backward pass")
     if requires_backward and is_causal:

@@ -121,7 +121,7 @@ OVERLOAD_FAKES: dict[str, Callable[..., Any]] = {
     "fp8_fused_weights": _experts,
     "fp8_fused_weights_dynamic": _experts,
 }
-"""Of mixture_of_experts."""
+"""Fakes of the overloads of mixture_of_experts."""
 FAKES: dict[str, Callable[..., Any]] = {
     "sdpa_recomp_fwd": _sdpa,
     "rms_norm": _rms_norm,

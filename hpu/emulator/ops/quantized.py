@@ -40,7 +40,7 @@ FROM_INT4 = (
 )
 FROM_UINT4 = FROM_INT4.replace("int4", "uint4")
 FROM_UINT4_GROUPED = FROM_UINT4.replace(" out_dtype)", " out_dtype, Tensor? g_idx=None)")
-"""Of later releases: with the group of each row."""
+"""Schema of later releases, with the group of each row."""
 MOE = (
     "mixture_of_experts(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, "
     "Tensor[] w1, Tensor[] w2, Tensor[] w3, bool permuted_weights, str activation, "
@@ -161,9 +161,10 @@ class Fp8:
         chunk_size: int = 0,
         total_experts: int = 0,
     ) -> Tensor:
-        """`mixture_of_experts_fused` of FP8 tensors with dequantization scales: (tokens, 1) or one
-        for `hidden_states`, one for each output of a weight or one. The inputs of an expert's
-        second product are quantized with its `d_scale_intermediate_hidden_states`. bfloat16."""
+        """`mixture_of_experts_fused` of FP8 tensors with dequantization scales: `hidden_states` has
+        a scale per token (tokens, 1) or a single scale; a weight has a scale per output or a single
+        scale. The inputs of an expert's second product are quantized with its
+        `d_scale_intermediate_hidden_states`. bfloat16."""
         inner = d_scale_intermediate_hidden_states
         if len(inner) != len(w3):
             raise RuntimeError(f"mixture_of_experts: {len(inner)} scales for {len(w3)} experts")
@@ -189,7 +190,7 @@ class Fp8:
         chunk_size: int = 0,
         total_experts: int = 0,
     ) -> Tensor:
-        """As `experts`; the inputs of second products are quantized by token."""
+        """`experts` with inputs of second products that are quantized per token."""
         scales = (d_scale_hidden_states, d_scale_w12, d_scale_w3)
         tokens = (hidden_states, expert_routing_table, router_weights)
         form = (permuted_weights, activation, experts_min, experts_max)
@@ -261,9 +262,9 @@ def scale_for_cast(
     fullscale: float = 1.0,
     backoff: float = 1.0,
 ) -> Tensor:
-    """The scale with which the largest |input| becomes `fullscale` * `backoff`, in the dtype of
-    `input`: (1) of the whole tensor, or one along `reduceAxis`; `NO_MAX` takes `input` as scales.
-    `POWER_OF_2` rounds scales up to one. Scales of zeros are zeros.
+    """Scales with which the largest |input| becomes `fullscale` * `backoff`, in the dtype of
+    `input`: (1) for the whole tensor, or per slice along `reduceAxis`; `NO_MAX` takes `input` as
+    scales. `POWER_OF_2` rounds scales up to a power of two. Scales of zeros are zeros.
 
     Arguments, shapes and formula: hpu_ops/backend/calculate_scale_for_cast_gen.cpp and the test
     test_hpu_calculate_scale_for_cast of HabanaAI/gaudi-pytorch-bridge. Intel Neural Compressor
@@ -441,7 +442,7 @@ def mixture_of_experts(
 
 
 def _weighted_sum(experts: list[Tensor], table: Tensor, weights: Tensor, first: int) -> Tensor:
-    """Of the outputs of all local experts, of which `first` is the first one."""
+    """Weighted sum of the outputs of all local experts. `first`: id of the first local expert."""
     out = torch.zeros(experts[0].shape, dtype=torch.float32)
     for number, expert in enumerate(experts, first):
         out += (weights.float() * (table == number)).sum(-1, keepdim=True) * expert.float()
@@ -457,8 +458,8 @@ def _check_experts(
     w3: list[Tensor],
     permuted: bool,
 ) -> None:
-    """The dtypes are those of the bridge's test and of the callers in vllm-gaudi; with others the
-    recipe does not compile."""
+    """Raise RuntimeError for dtypes with which the recipe does not compile. Accepted are the dtypes
+    in the bridge's test and in the callers of vllm-gaudi."""
     if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise RuntimeError(f"Graph compile failed. mixture_of_experts: hidden is {hidden.dtype}")
     if table.dtype != torch.int64:
