@@ -18,7 +18,7 @@ from hpu.distributed.process_groups import SINGLE, ProcessGroup
 class PipelineLink:
     """Transfers of this stage, over the pipeline group.
 
-    The last tokens of all requests are sent once per step, as a tensor of a fixed shape. With P
+    The last tokens of all requests are sent once per step, as a tensor of a fixed shape. For P
     stages, the first stage receives the tokens of step n - P + 1 after its launches of step n: the
     last stage finishes step n - P + 1 when the first stage finishes step n, so each stage waits
     only for its predecessor. A request that sampled in step k can therefore decode in step k + P.
