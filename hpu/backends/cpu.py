@@ -219,7 +219,8 @@ class CpuBackend(Backend):
         use_cpu_kernels_in_tower(tower, kernels)
 
     def _multiplies(self, dtype: torch.dtype) -> bool:
-        """Whether the native kernels multiply `dtype`, also on a CPU without bfloat16 instructions."""
+        """Whether the native kernels multiply `dtype`. They do not need bfloat16 instructions of
+        the CPU."""
         return dtype == torch.bfloat16 and self._library is not None
 
     def dtype_for(self, facts: ModelConfig, *, is_plain: bool = True) -> torch.dtype:

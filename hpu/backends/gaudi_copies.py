@@ -71,7 +71,8 @@ class HostCopies:
         return target
 
     def record(self) -> tuple[int, Any]:
-        """(number, event) after all copies started so far; the event is None before the first copy."""
+        """(number, event) after all copies started so far. The event is None before the first
+        copy."""
         if self._started:
             self._event = self._stream.record_event()
             self._number += 1

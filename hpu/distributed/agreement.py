@@ -1,4 +1,5 @@
-"""Agreement: values on which all ranks of a model must agree although each rank measures its own."""
+"""Agreement: values that must be equal on all ranks of a model, although each rank measures its
+own."""
 
 import json
 from collections.abc import Mapping

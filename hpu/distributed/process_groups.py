@@ -110,7 +110,8 @@ class ProcessGroup:
         self._transfer(dist.send, tensor, dst=self._ranks[target])
 
     def isend(self, tensor: Tensor, target: int) -> Any:
-        """Send without waiting. `tensor` must not change until `wait` of the returned work returns."""
+        """Send without waiting. `tensor` must not change before `wait` of the returned work
+        returns."""
         return self._transfer(dist.isend, tensor, dst=self._ranks[target])
 
     def recv(self, tensor: Tensor, source: int) -> Tensor:

@@ -1,8 +1,8 @@
 """HPUGraph: a recording of the ops between begin and end, replayed without Python, so that
 accidentally captured constants become visible.
 
-With static tensors (tensor cache on) a replay writes to the tensors of the capture. With the tensor
-cache off, each replay allocates and frees its intermediates; the intermediates of the capture are
+A replay with static tensors (tensor cache on) writes to the tensors of the capture. Without tensor
+cache, each replay allocates and frees its intermediates; the intermediates of the capture are
 filled with garbage.
 """
 

@@ -11,8 +11,7 @@ from hpu.multimodal.tile_encoder import Prepared, check_count
 
 
 class WholeEncoder:
-    """Runs each image separately; with several ranks, each rank encodes its own image of a
-    launch."""
+    """Runs each image separately. Each of several ranks encodes its own image of a launch."""
 
     def __init__(self, images: WholeImages, options: LaunchOptions) -> None:
         self._group = options.group

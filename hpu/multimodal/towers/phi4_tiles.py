@@ -27,8 +27,7 @@ class Phi4Tiles(Tiles):
         self._embed = embed = whole.model.embed_tokens_extend.image_embed
         vision = whole.config.vision_config
         layers = embed.img_processor.encoder.layers
-        # `feature_layer` indexes the hidden states, of which the first is the input of the first
-        # layer.
+        # `feature_layer` indexes the hidden states. Hidden state 0 is the input of the first layer.
         self._layers = layers[: range(len(layers) + 1)[vision.feature_layer]]
         self._crop_size = vision.crop_size
         self._side = vision.image_size // vision.patch_size

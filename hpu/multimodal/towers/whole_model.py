@@ -61,8 +61,8 @@ def drop_language_model(whole: Any) -> None:
 
 
 def features_owner(whole: Any) -> Any:
-    """Module whose `get_image_features` computes image embeddings: the model without its head, or
-    the model with its head if only that has the method. None if neither has it."""
+    """Module whose `get_image_features` computes image embeddings: the model without its head, else
+    the model with its head. None if both lack the method."""
     for owner in (getattr(whole, "model", None), whole):
         if hasattr(owner, "get_image_features"):
             return owner
