@@ -99,9 +99,9 @@ class MoEMethod(Protocol):
 
     def apply(self, layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Sum of the outputs of the experts `ids` (T, k) int64 of each token of `hidden` (T,
-        hidden), scaled by `weights` (T, k): (T, hidden). A shard returns its partial sum: the id
-        `num_experts` of this rank stands for every expert of other ranks and adds nothing. Uses
-        plain torch operations, for any device, with static shapes except on a CPU."""
+        hidden), scaled by `weights` (T, k): (T, hidden). A shard returns its partial sum. The id
+        `num_experts` of this rank marks experts of other ranks, which add nothing. Uses plain torch
+        operations, for any device, with static shapes except on a CPU."""
         ...
 
 
