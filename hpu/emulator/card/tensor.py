@@ -22,8 +22,7 @@ DEVICE = torch.device("hpu", 0)
 
 
 class Lifetime(Protocol):
-    """How long a tensor of a graph may be read; `kind` and `text` name the misuse of reading it
-    later."""
+    """Validity of a graph's tensor. `kind` and `text` name the misuse of a later read."""
 
     kind: str
     text: str
@@ -31,7 +30,7 @@ class Lifetime(Protocol):
     def has_ended(self) -> bool: ...
 
     def renew(self) -> None:
-        """The whole tensor was overwritten, so it may be read again."""
+        """Called when the whole tensor was overwritten and may be read again."""
         ...
 
 
@@ -172,7 +171,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `change` applied to everything but lists, tuples, dicts and CONSTANTS."""
+    """`value` with `change` applied to everything except lists, tuples, dicts and CONSTANTS."""
     if type(value) in CONSTANTS:
         return value
     if isinstance(value, Tensor):
@@ -193,7 +192,7 @@ def is_hpu(device: Any) -> bool:
 
 
 def with_index(value: Any) -> Any:
-    """The device `hpu` with its index, anything else as it is."""
+    """The device `hpu` with its index; other values unchanged."""
     return DEVICE if is_hpu(value) else value
 
 

@@ -61,15 +61,15 @@ MOE_FP8 = (
 MOE_FP8_DYNAMIC = MOE_FP8.replace("weights(", "weights_dynamic(").replace(
     "Tensor[] d_scale_intermediate_hidden_states, ", ""
 )
-"""Without scales for the inputs of the second product. Both as in the bridge's declarations
-(mixture_of_experts_fp8_fused_weights) and as vllm-gaudi passes them."""
+"""Schema without scales for the inputs of the second product. Both schemas follow the bridge's
+declarations (mixture_of_experts_fp8_fused_weights) and the calls of vllm-gaudi."""
 MOE_BIAS = (
     "mixture_of_experts.bias_fused_weights(Tensor hidden_states, Tensor expert_routing_table, "
     "Tensor router_weights, Tensor[] w12, Tensor[] w3, Tensor[] w12_bias, Tensor[] w3_bias, "
     "bool permuted_weights, int experts_min, int experts_max) -> Tensor"
 )
-"""Its arguments as vllm-gaudi passes them (VllmMixtureOfExpertsOp in vllm_gaudi/extension/ops.py).
-It takes no activation."""
+"""Arguments follow the calls of vllm-gaudi (VllmMixtureOfExpertsOp in vllm_gaudi/extension/ops.py).
+The op has no activation argument."""
 
 
 def _spread(scale: Scale, shape: list[int] | None) -> Tensor | float:
@@ -85,7 +85,8 @@ class Fp8:
     """FP8 casts and products of a device with `largest` as the largest e4m3 value."""
 
     def __init__(self, largest: float, runs_eagerly: Callable[[], bool] = lambda: False) -> None:
-        """`runs_eagerly`: as in Int4; the bridge's tests name experts in FP8 alike."""
+        """`runs_eagerly`: see Int4; the bridge's tests also list FP8 experts as unsupported in
+        eager mode."""
         self._largest = largest
         self._runs_eagerly = runs_eagerly
 
@@ -113,7 +114,7 @@ class Fp8:
         out_dtype: torch.dtype,
         scale_shape: list[int] | None = None,
     ) -> Tensor:
-        """x times the dequantization `scale`."""
+        """Dequantize: x times `scale`."""
         return (x.float() * _spread(scale, scale_shape)).to(out_dtype)
 
     def gemm(
@@ -287,7 +288,7 @@ def scale_for_cast(
 
 
 def _scaled(weight: Tensor, scale: Tensor, is_permuted: bool) -> Tensor:
-    """float32 of FP8 with a scale of each output, or one."""
+    """Dequantize an FP8 weight to float32 with a scale per output or a single scale."""
     if scale.dim() == 0:
         return weight.float() * scale.float()
     outputs = weight.shape[0 if is_permuted else 1]
@@ -303,8 +304,8 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 class Int4:
-    """4-bit weights to a float type. `runs_eagerly`: whether an op runs alone, outside of lazy mode
-    and of compiled code: the bridge's tests name these ops as not supported there."""
+    """Converts 4-bit weights to a float type. `runs_eagerly`: whether an op runs outside of lazy
+    mode and of compiled code, which the bridge's tests list as unsupported for these ops."""
 
     def __init__(self, runs_eagerly: Callable[[], bool]) -> None:
         self._runs_eagerly = runs_eagerly
@@ -372,7 +373,7 @@ def _dequantize(
 
 
 def _groups_of_rows(name: str, values: Tensor, scale: Tensor, g_idx: Tensor | None) -> Tensor:
-    """(rows) int64: the group of each row of `values`."""
+    """Group of each row of `values`, (rows) int64."""
     if values.dim() != 2 or scale.dim() != 2 or scale.shape[1] != values.shape[1]:
         raise RuntimeError(
             f"{name}: scales {tuple(scale.shape)} for weights {tuple(values.shape)}: they are "
