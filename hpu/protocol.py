@@ -2,7 +2,7 @@
 
 A worker keeps the state of each live request at its `req_index`, so a plan carries only changes.
 Changes apply in this order: freed requests, stored blocks, loaded blocks, moved blocks, new
-requests, known tokens, bitmasks, grown blocks, launches one after the other.
+requests, known tokens, bitmasks, grown blocks, launches in sequence.
 """
 
 import math
@@ -19,7 +19,7 @@ PREFILL = 0
 DECODE = 1
 
 Shape = tuple[int, int, int]
-"""(sequences, query tokens per sequence, KV blocks)"""
+"""(sequences, query tokens per sequence, KV blocks); merged prefills: see Launch.bucket."""
 
 Bucket = tuple[int, int, int, int]
 """(phase, sequences, query tokens per sequence, KV blocks)"""
@@ -172,9 +172,9 @@ class Text(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A forward pass in a bucket. Results are in the order of `req_indices`.
 
-    In a prefill, request i computes its next `query_lens[i]` tokens, and samples if they are its
-    last (`samples[i]`). In a decode, each request computes its last sampled token and always
-    samples: `query_lens` and `samples` are empty. For a pooling model every launch is a prefill,
+    Prefill: request i computes its next `query_lens[i]` tokens, and samples if they are its last
+    (`samples[i]`). Decode: each request computes its last sampled token and always samples;
+    `query_lens` and `samples` are empty. For a pooling model every launch is a prefill,
     `req_indices` are indices into the plan's `texts`, and no request samples.
 
     A launch without requests computes only padding, for the experts of other engines.
