@@ -60,8 +60,8 @@ class WorkQueue:
         self._copies.append(Copy(self._submitted, stream, target, read))
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        """Check an asynchronous upload, whose contents are already in `target`, for later changes
-        of its source."""
+        """Emulate the late read of an asynchronous upload, whose contents are already in `target`:
+        a later change of the source reaches `target` and is reported."""
         size = source.numel() * source.element_size()
         if size < STAGED_BYTES or not self._late_copy_s:
             return
