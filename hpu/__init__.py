@@ -1,4 +1,4 @@
 """The worker: tensors, batch state, buckets, graphs, models and the sampler.
 
-One worker process drives one device. No users, no sockets, no HTTP.
+A worker process drives a single device. It has no users, no sockets, no HTTP.
 """

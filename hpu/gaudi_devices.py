@@ -1,4 +1,4 @@
-"""Facts about the generations of Gaudi and the releases of its software."""
+"""Facts about the Gaudi generations and releases of their software."""
 
 import re
 from typing import NamedTuple
@@ -13,22 +13,22 @@ Release = tuple[int, ...]
 
 
 class Generation(NamedTuple):
-    """One generation of the card."""
+    """A generation of the card."""
 
     name: str
-    """As in the driver's library."""
+    """Name in the driver's library."""
     title: str
     memory_bytes: int
     fp8_max: float
-    """Largest value of e4m3 on the device."""
+    """Largest e4m3 value on the device."""
     aligned_scales: tuple[float, ...] | None
-    """FP8 scales without cost; None: any power of two."""
+    """FP8 scales that cost no time; None: any power of two."""
     pci_ids: tuple[int, ...]
-    """PCI device ids with the vendor Habana, from the driver."""
+    """PCI device ids of vendor Habana, from the driver."""
 
     @property
     def usable_bytes(self) -> int:
-        """The limit that the runtime reports."""
+        """Memory limit that the runtime reports."""
         return int(self.memory_bytes * USABLE_FRACTION)
 
 
@@ -40,7 +40,7 @@ GENERATIONS = {
 }
 
 FP8_RESCALE = 240 / 448
-"""Factor from the FP8 range of Gaudi 3, for which checkpoints are made, to that of Gaudi 2."""
+"""Factor from the FP8 range of Gaudi 3, for which checkpoints are made, to the range of Gaudi 2."""
 
 TORCH_OF_RELEASE: dict[Release, tuple[int, int]] = {
     (1, 24, 1): (2, 11),
@@ -57,7 +57,7 @@ PYTHONS = ((3, 10), (3, 11), (3, 12))
 
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 QUADS = ((0, 1, 2, 3), (4, 5, 6, 7))
-"""Modules of an 8-card machine that can form a smaller group."""
+"""Groups of modules on an 8-card machine that can work together."""
 
 NUM_MODULES = 8
 
@@ -67,7 +67,7 @@ class Kernel(NamedTuple):
 
     generations: tuple[str, ...]
     since: Release | None
-    """First release; None: not in old releases, but the first one is not documented."""
+    """First release with the op; None: missing in old releases, first release not documented."""
 
 
 BOTH = ("gaudi2", "gaudi3")
@@ -82,23 +82,21 @@ KERNELS = {
     "softmax_fa2": Kernel(BOTH, None),
     "fp8_gemm_v2": Kernel(BOTH, ()),
     "convert_from_uint4": Kernel(BOTH, ()),
-    # An argument. The bridge of 1.19 does not have it, vllm-gaudi passes it from 1.22 on.
+    # An argument. The bridge of 1.19 lacks it; vllm-gaudi passes it since 1.22.
     "convert_from_uint4.g_idx": Kernel(BOTH, (1, 22)),
-    # Intel Neural Compressor calls it from 3.5 on, which is for 1.22; the bridge of 1.19 does not
-    # have it.
+    # Intel Neural Compressor calls it since 3.5, which is for 1.22; the bridge of 1.19 lacks it.
     "calculate_scale_for_cast": Kernel(BOTH, (1, 22)),
     "mixture_of_experts": Kernel(BOTH, ()),
-    # vllm-gaudi calls it from its first release on, which is for 1.22; the bridge of 1.19 does not
-    # have it.
+    # vllm-gaudi calls it since its first release, which is for 1.22; the bridge of 1.19 lacks it.
     "mixture_of_experts.fp8_fused_weights": Kernel(BOTH, (1, 22)),
-    # vllm-gaudi calls it from 0.16 on, which is for 1.23; the bridge of 1.19 does not have it.
+    # vllm-gaudi calls it since 0.16, which is for 1.23; the bridge of 1.19 lacks it.
     "mixture_of_experts.bias_fused_weights": Kernel(BOTH, (1, 23)),
     "mixture_of_experts.mxfp4_fused_weights": Kernel(BOTH, None),
 }
 
 
 def generation(name: str) -> Generation:
-    """The generation `name` (gaudi2, gaudi3). Raises ConfigError for another name."""
+    """The generation `name` (gaudi2, gaudi3). Raises ConfigError for an unknown name."""
     if name not in GENERATIONS:
         raise ConfigError(f"device {name!r} is not one of {', '.join(GENERATIONS)}")
     return GENERATIONS[name]
@@ -118,7 +116,7 @@ def torch_of_release(release: Release) -> tuple[int, int] | None:
 
 
 def has_kernel(kernel: str, generation: str, release: Release | None) -> bool | None:
-    """Whether `kernel` (a key of KERNELS) exists there; None if unknown."""
+    """Whether `kernel` (a key of KERNELS) exists on `generation` in `release`; None if unknown."""
     known = KERNELS[kernel]
     if generation not in known.generations:
         return False
@@ -126,7 +124,7 @@ def has_kernel(kernel: str, generation: str, release: Release | None) -> bool | 
         return True
     if known.since is None or release is None:
         return None
-    # A release with fewer numbers than `since` may be before or after it.
+    # A release with fewer numbers than `since` may be older or newer than `since`.
     if len(release) < len(known.since) and known.since[: len(release)] == release:
         return None
     return release >= known.since

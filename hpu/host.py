@@ -90,7 +90,7 @@ def _group_folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    """Cores' worth of time the group may use, or None."""
+    """CPU quota of the control group in cores; None if unlimited."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -102,7 +102,7 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _number(path: Path) -> int | None:
-    """The integer in a file; None if there is no file or it says `max`."""
+    """The integer in a file; None if the file is missing or contains `max`."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -110,7 +110,8 @@ def _number(path: Path) -> int | None:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """The `name number` and `name: number kB` lines of a file, without conversion."""
+    """Values of the `name number` and `name: number kB` lines of a file, without unit
+    conversion."""
     try:
         text = path.read_text()
     except OSError:

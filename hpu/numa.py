@@ -1,7 +1,7 @@
-"""NUMA: the cores near a card or in a worker's share of the host. Reads the kernel's files below
-`root`, which tests replace. Opens no device.
+"""NUMA binding: the cores near a card, or a worker's share of the host's cores. Reads the kernel's
+files below `root`, which tests replace. Opens no device.
 
-Memory needs no binding: Linux takes it from the node of the core that first writes it.
+Memory needs no binding: Linux allocates it on the node of the core that first writes it.
 """
 
 import dataclasses
@@ -19,20 +19,20 @@ from hpu.protocol import Ranks
 logger = logging.getLogger(__name__)
 
 CARD_CLASSES = ("accel", "habanalabs")
-"""Below sys/class, of newer and of older drivers."""
+"""Folders of sys/class, of newer and of older drivers."""
 
 
 class CoreRange(NamedTuple):
-    """Cores for one worker, of one NUMA node or of several adjacent ones."""
+    """Cores of a worker, on one or several adjacent NUMA nodes."""
 
     cores: frozenset[int]
     nodes: tuple[int, ...]
 
 
 def bind_worker(config: EngineConfig, ranks: Ranks, root: Path = ROOT) -> EngineConfig:
-    """Bind this process to the cores near its card, or, on a CPU, to its share of this host's,
-    where there are several NUMA nodes; call it before torch is imported. Returns the settings, with
-    the thread count of a CPU's share."""
+    """Bind this process to the cores near its card or, on a CPU, to its share of the host's cores,
+    if the host has several NUMA nodes. Must be called before torch is imported. Returns the
+    settings, with the number of threads of a CPU share."""
     if not hasattr(os, "sched_setaffinity"):
         return config
     device = chosen_device(config.device)
@@ -55,7 +55,7 @@ def bind_worker(config: EngineConfig, ranks: Ranks, root: Path = ROOT) -> Engine
 
 
 def numa_nodes(root: Path = ROOT) -> dict[int, frozenset[int]]:
-    """The cores of each NUMA node that has any; empty where the kernel shows none."""
+    """Cores of each NUMA node that has cores; empty if the kernel does not expose nodes."""
     found = {}
     for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"):
         cores = _core_list(path)
@@ -65,7 +65,7 @@ def numa_nodes(root: Path = ROOT) -> dict[int, frozenset[int]]:
 
 
 def node_of_module(module: int, root: Path = ROOT) -> int | None:
-    """The NUMA node of the card with this module id; None if the kernel does not tell."""
+    """NUMA node of the card with this module id; None if the kernel does not expose it."""
     for kind in CARD_CLASSES:
         for device in sorted((root / "sys/class" / kind).glob("*/device")):
             if _number(device / "module_id") == module:
@@ -75,8 +75,8 @@ def node_of_module(module: int, root: Path = ROOT) -> int | None:
 
 
 def cores_of_module(module: int, usable: Collection[int], root: Path = ROOT) -> CoreRange | None:
-    """The `usable` cores on the NUMA node of a card; None if its node is unknown, has none of them,
-    or is the only one."""
+    """The `usable` cores on the NUMA node of a card; None if the node is unknown, has no usable
+    cores, or is the only node."""
     nodes = numa_nodes(root)
     node = node_of_module(module, root)
     if len(nodes) < 2 or node is None:
@@ -88,9 +88,9 @@ def cores_of_module(module: int, usable: Collection[int], root: Path = ROOT) -> 
 def cores_of_rank(
     rank: int, num_ranks: int, usable: Collection[int], root: Path = ROOT
 ) -> CoreRange | None:
-    """The share of worker `rank` of `num_ranks` on this host, whose work runs on the cores: equal
-    ranges of the `usable` ones, node by node. None where there is only one node, or fewer cores
-    than workers."""
+    """Share of worker `rank` of `num_ranks` on this host, for a worker that computes on cores:
+    equal ranges of the `usable` cores, node by node. None if there is a single node, a single
+    worker, or fewer cores than workers."""
     nodes: Mapping[int, frozenset[int]] = {
         node: cores & frozenset(usable) for node, cores in numa_nodes(root).items()
     }
@@ -104,7 +104,7 @@ def cores_of_rank(
 
 
 def _core_list(path: Path) -> frozenset[int]:
-    """`0-3,8-11` as the kernel writes it; empty if it cannot be read."""
+    """Parse a core list such as `0-3,8-11`; empty if the file cannot be read."""
     cores: set[int] = set()
     try:
         for part in path.read_text().strip().split(","):

@@ -1,8 +1,8 @@
 """Messages between an engine and its workers: columns of plain values, no tensors.
 
 A worker keeps the state of each live request at its `req_index`, so a plan carries only changes.
-They apply in this order: freed requests, stored blocks, loaded blocks, moved blocks, new requests,
-known tokens, bitmasks, grown blocks, launches one after the other.
+Changes apply in this order: freed requests, stored blocks, loaded blocks, moved blocks, new
+requests, known tokens, bitmasks, grown blocks, launches in sequence.
 """
 
 import math
@@ -19,60 +19,61 @@ PREFILL = 0
 DECODE = 1
 
 Shape = tuple[int, int, int]
-"""(batch, query, blocks)"""
+"""(sequences, query tokens per sequence, KV blocks); merged prefills: see Launch.bucket."""
 
 Bucket = tuple[int, int, int, int]
-"""(phase, batch, query, blocks)"""
+"""(phase, sequences, query tokens per sequence, KV blocks)"""
 
 NO_MASKS = memoryview(b"")
 NO_SLOT = -1
-"""Of a request without an adapter."""
+"""LoRA slot of a request without an adapter."""
 TOKENS_PER_WORD = 32
-"""Of a bitmask."""
+"""Tokens per word of a bitmask."""
 TOKEN_BYTES = 4
-"""Of tokens in a message: uint32, little-endian."""
+"""Bytes of a token in a message: uint32, little-endian."""
 
 
 class Ranks(NamedTuple):
-    """This process among those that run one engine's model, and the engine among those that share
+    """This process's rank in its engine's group, and the engine's index among engines that share
     experts."""
 
     world_size: int = 1
-    """Of the engine."""
+    """Number of ranks of the engine."""
     rank: int = 0
-    """In the engine."""
+    """Rank in the engine."""
     init_method: str = ""
-    """Rendezvous, as torch.distributed spells it: tcp://host:port or file://path."""
+    """Rendezvous address in torch.distributed form: tcp://host:port or file://path."""
     timeout_s: float = 1800.0
-    """How long a rank waits for the others, at the start and in each collective."""
+    """Maximum wait in seconds for other ranks, at the start and in each collective."""
     local_rank: int | None = None
-    """The index of its device among those of this host; None: `rank`."""
+    """Index of this rank's device on its host; None: `rank`."""
     engine: int = 0
     num_engines: int = 1
-    """Engines that step together, since their experts are distributed over the ranks of all."""
+    """Number of engines that step together because experts are distributed over the ranks of all of
+    them."""
 
     @property
     def global_size(self) -> int:
-        """Ranks of all engines, which meet."""
+        """Number of ranks of all engines, which form the world."""
         return self.world_size * self.num_engines
 
     @property
     def global_rank(self) -> int:
-        """Among `global_size`; the ranks of an engine are adjacent."""
+        """Rank in the world; the ranks of an engine are adjacent."""
         return self.engine * self.world_size + self.rank
 
     @property
     def device_index(self) -> int:
-        """`local_rank`, which is `rank` on a single host."""
+        """`local_rank`; defaults to `rank`, for a single host."""
         return self.rank if self.local_rank is None else self.local_rank
 
 
 SINGLE_RANK = Ranks()
-"""A process that runs alone."""
+"""Ranks of a process that runs alone."""
 
 
 class RequestSampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """Sampling parameters of one request. The engine draws the seed if the caller gave none."""
+    """Sampling parameters of a request. The engine draws the seed if the caller gave none."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -89,122 +90,122 @@ class RequestSampling(msgspec.Struct, frozen=True, array_like=True, omit_default
     allowed_token_ids: TokenIds | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_logprobs: int = -1
-    """-1: none; k: of the sampled token and of the k most likely."""
+    """-1: no logprobs; k: logprobs of the sampled token and of the k most likely tokens."""
     num_prompt_logprobs: int = -1
     masked: bool = False
-    """Whether every plan that samples the request brings a grammar bitmask for it."""
+    """Whether every plan that samples the request contains a grammar bitmask for it."""
 
 
 class InputTensor(msgspec.Struct, array_like=True, gc=False):
-    """One tensor that the vision tower reads."""
+    """Input tensor of the vision tower."""
 
     name: str
-    """The tower's argument: pixel_values, image_sizes, image_grid_thw."""
+    """Argument of the tower: pixel_values, image_sizes, image_grid_thw."""
     dtype: str
-    """As torch names it: float32, int64."""
+    """Name of the torch dtype: float32, int64."""
     shape: tuple[int, ...]
     data: memoryview
-    """Row by row, little-endian."""
+    """Row-major, little-endian."""
 
 
 class ImagePlacement(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Where a request has an image. Those of a request are in the order of their offsets."""
+    """Position of an image in a request. The images of a request are sorted by offset."""
 
     content: bytes
-    """Hash of all that its embeddings depend on; equal images are encoded once."""
+    """Hash of everything that the embeddings depend on; equal images are encoded once."""
     offset: int
-    """Its first token in the prompt."""
+    """Index in the prompt of the image's first token."""
     length: int
-    """Tokens from there to its last one. Those with the model's image token take the rows of its
-    embeddings, one after the other; the others are text, as the ends of rows are."""
+    """Tokens from the image's first to its last token. Tokens with the model's image token id take
+    the embeddings in order; other tokens in the range are text, such as row ends."""
     grid: tuple[int, int, int] = (0, 0, 0)
-    """Time, height and width in tokens; for positions with three axes only."""
+    """Time, height and width in tokens; used only for M-RoPE."""
     time_step: float = 1.0
-    """Positions from one time of the grid to the next, of which the sums are rounded down."""
+    """M-RoPE position increment per temporal grid step; accumulated positions are floored."""
 
 
 class EncodedImage(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """An image for the vision tower."""
+    """An image for the vision tower to encode."""
 
     content: bytes
     num_embeddings: int
-    """Rows that the tower makes of it: one for each token, or for layers that read images one for
-    each tile."""
+    """Rows that the tower computes: one per image token or, for cross-attention layers, one per
+    tile."""
     tensors: list[InputTensor]
 
 
 class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A request that starts at `req_index`, new or after a preemption."""
+    """A request that starts at `req_index`: new, or resumed after a preemption."""
 
     req_index: int
     tokens: memoryview
-    """uint32, little-endian: the prompt, and after a preemption the generated tokens."""
+    """uint32, little-endian: the prompt and, after a preemption, the generated tokens."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """Tokens whose keys and values are already in `blocks` (a prefix hit)."""
+    """Tokens whose keys and values are already in `blocks` (prefix cache hit)."""
     blocks: list[int]
     sampling: RequestSampling
     lora_slot: int = NO_SLOT
-    """Of its adapter."""
+    """LoRA slot of the request's adapter."""
     images: list[ImagePlacement] = []
 
 
 class Text(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One input of a pooling model, and which vectors it gets."""
+    """An input of a pooling model, and the vectors to return."""
 
     tokens: memoryview
     """uint32, little-endian."""
     by_token: bool = False
-    """A vector for each token instead of one for all."""
+    """Return a vector per token instead of a vector for the whole text."""
     normalizes: bool = False
-    """Vectors of length 1; for a model with a head, numbers between 0 and 1."""
+    """Normalize vectors to length 1; for a model with a head, return numbers between 0 and 1."""
     dimensions: int = 0
-    """Dimensions of each vector, cut before it is normalised; 0: all."""
+    """Dimensions to keep of each vector, cut before normalization; 0: all."""
     num_first: int = 0
-    """Tokens of type 0; the following ones have type 1. 0: all have type 0."""
+    """Number of leading tokens of type 0; later tokens have type 1. 0: all tokens have type 0."""
     num_skipped: int = 0
-    """Tokens at the front that are not pooled."""
+    """Number of leading tokens that are not pooled."""
     lora_slot: int = NO_SLOT
-    """Of its adapter."""
+    """LoRA slot of the text's adapter."""
 
 
 class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One forward pass in one bucket. Results are in the order of `req_indices`.
+    """A forward pass in a bucket. Results are in the order of `req_indices`.
 
-    A request of a prefill computes its next `query_lens[i]` tokens, and samples if these are its
-    last (`samples[i]`). A request of a decode computes the token that it sampled last, and always
-    samples: `query_lens` and `samples` are empty. For a pooling model every launch is a prefill,
-    `req_indices` are indices into the plan's `texts`, and nothing samples.
+    Prefill: request i computes its next `query_lens[i]` tokens, and samples if they are its last
+    (`samples[i]`). Decode: each request computes its last sampled token and always samples;
+    `query_lens` and `samples` are empty. For a pooling model every launch is a prefill,
+    `req_indices` are indices into the plan's `texts`, and no request samples.
 
-    A launch without requests computes padding only, for the experts of other engines.
+    A launch without requests computes only padding, for the experts of other engines.
     """
 
     phase: int
     bucket: Shape
-    """(batch, query, blocks). Prefill: blocks of cached context a request; with merged prefill
-    batch is 1, and query and blocks are those of all requests together. Decode: query is 1, and
-    blocks is the total over all requests, or, where the worker reads its cache as one slice, the
-    highest block of any request plus 1."""
+    """(batch, query, blocks). Prefill: `blocks` is the cached context per request; in a merged
+    prefill batch is 1, and query and blocks are totals over all requests. Decode: query is 1, and
+    blocks is the total over all requests or, if the worker reads its cache as a slice, the highest
+    block of any request plus 1."""
     req_indices: list[int]
     query_lens: list[int] = []
     samples: list[bool] = []
 
 
 class KnownTokens(msgspec.Struct, array_like=True, gc=False):
-    """Of each request of a plan's decodes, in their order: what the stages before the last one of a
-    pipeline have not seen."""
+    """Last tokens of each request in a plan's decodes, in order, which earlier pipeline stages
+    lack."""
 
     num_tokens: list[int]
-    """All of its tokens, of which the last one is not computed."""
+    """Number of tokens of each request; its last token is not computed yet."""
     last_tokens: memoryview
-    """(requests, tokens of a step at most) uint32, little-endian: the last ones; 0 in front of the
-    first one."""
+    """(requests, maximum tokens per step) uint32, little-endian: last tokens, right-aligned and
+    padded with 0."""
     drafts: list[list[int]]
-    """What the decode verifies, where the host knows all tokens (StepResult.drafts)."""
+    """Drafts that the decode verifies, if the host knows all tokens (StepResult.drafts)."""
 
 
 class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
-    """One step. Each plan gets exactly one StepResult, in order."""
+    """A step. Each plan gets exactly one StepResult, in order."""
 
     step: int
     launches: list[Launch]
@@ -216,56 +217,58 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     moved_from: list[int] = []
     moved_to: list[int] = []
     """Block moved_from[i] is copied to moved_to[i], which replaces it in every block table. All
-    move at once; no block table has a block of moved_to before."""
+    moves are simultaneous; no block table contains a moved_to block before."""
     masked_requests: list[int] = []
     """Requests with a grammar that sample in this plan, and whose last token is known."""
     masks: memoryview = NO_MASKS
-    """(masked_requests, words) int32 little-endian: one bit a token, set if it may come next. With
-    `mask_counts`, (sum of these, words)."""
+    """(masked_requests, words) int32 little-endian: a bit per token, set if the token may come
+    next. With `mask_counts`: (sum of mask_counts, words)."""
     deferred_requests: list[int] = []
-    """The other requests with a grammar that sample in this plan. A launch with one of them runs
-    its forward pass at once and samples when `GrammarMasks` comes, before the next plan."""
+    """The other requests with a grammar that sample in this plan. A launch that contains such a
+    request runs its forward pass immediately and samples when `GrammarMasks` arrives, before the
+    next plan."""
     texts: list[Text] = []
-    """For a pooling model: whole inputs of the launches; requests and blocks are empty then."""
+    """Whole inputs of the launches of a pooling model; requests and blocks are then empty."""
     lora_slots: list[int] = []
     lora_adapters: list[str] = []
-    """The adapter lora_adapters[i], which the worker has read, is copied to slot lora_slots[i]
-    before the launches. No request of another adapter has that slot."""
+    """Adapter lora_adapters[i], which the worker has read, is copied to slot lora_slots[i] before
+    the launches. No request with another adapter uses that slot."""
     mask_counts: list[int] = []
-    """Bitmasks of each of `masked_requests`: of its next token, and of those behind its first
-    drafts (StepResult.drafts). Empty: one each."""
+    """Number of bitmasks of each of `masked_requests`: for its next token, and for the tokens after
+    its first drafts (StepResult.drafts). Empty: a single bitmask each."""
     freed_images: list[bytes] = []
-    """Contents whose embeddings are dropped, before others are encoded."""
+    """Contents whose embeddings are freed, before new images are encoded."""
     encoded_images: list[EncodedImage] = []
-    """Images to encode before the launches. Their embeddings stay until they are freed: a launch
-    has only tokens of images that were encoded before and not freed."""
+    """Images to encode before the launches. Embeddings stay until they are freed: a launch contains
+    only tokens of images that are encoded and not freed."""
     known: KnownTokens | None = None
-    """With speculation between pipeline stages."""
+    """Set only when speculation is combined with pipeline stages."""
     stored_blocks: list[int] = []
     stored_slots: list[int] = []
-    """Block stored_blocks[i] is copied to slot stored_slots[i] of the host's memory, before
-    anything of this plan writes to it."""
+    """Block stored_blocks[i] is copied to slot stored_slots[i] of host memory, before any write of
+    this plan to the block."""
     stored_hashes: list[bytes] = []
-    """Of `stored_blocks`, where there are files: by these names they are written."""
+    """Hashes of `stored_blocks`, by which their files are named; used if there are files."""
     loaded_slots: list[int] = []
     loaded_blocks: list[int] = []
-    """Slot loaded_slots[i] is copied to block loaded_blocks[i], after what is stored and before the
+    """Slot loaded_slots[i] is copied to block loaded_blocks[i], after the stores and before the
     launches."""
 
 
 class GrammarMasks(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=9):
-    """Exactly one after each plan with deferred requests, once the result before it is known.
+    """Bitmasks of deferred requests. Exactly one message follows each plan with deferred requests,
+    once the previous result is known.
 
-    A deferred request that is not named has finished, and its sample is dropped.
+    A deferred request that is not listed has finished, and its sample is dropped.
     """
 
     step: int
-    """The plan's."""
+    """Step of the plan."""
     req_indices: list[int]
     masks: memoryview
-    """(req_indices, words), as in StepPlan."""
+    """(req_indices, words); see StepPlan.masks."""
     mask_counts: list[int] = []
-    """As in StepPlan."""
+    """See StepPlan.mask_counts."""
 
 
 class Logprobs(msgspec.Struct, array_like=True, gc=False):
@@ -282,36 +285,36 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=2):
-    """The results of a step, in the plan's order.
+    """Results of a step, in the plan's order.
 
-    `tokens` holds the tokens of each sampling request, `token_counts[i]` for the i-th; -1 marks
-    logits that were not finite.
+    `tokens` holds the tokens of all sampling requests, `token_counts[i]` tokens for request i; -1
+    marks non-finite logits.
     """
 
     step: int
     tokens: list[int]
     logprobs: list[tuple[int, Logprobs]] = []
-    """(index into tokens, one position) of requests with logprobs."""
+    """(index into tokens, logprobs of that position) of requests with logprobs."""
     prompt_logprobs: list[tuple[int, Logprobs]] = []
-    """(req_index, positions of this chunk) of requests with prompt logprobs: of each prompt token
-    that follows a position of the chunk."""
+    """(req_index, positions of this chunk) of requests with prompt logprobs: logprobs of each
+    prompt token that follows a position of the chunk."""
     seconds: list[float] = []
-    """Device time of each launch, sampling included."""
+    """Device time of each launch in seconds, sampling included."""
     host_s: float = 0.0
     counters: dict[str, float] = {}
-    """The worker's counters that changed (see engine/stats.py)."""
+    """Worker counters that changed (see engine/stats.py)."""
     vectors: list[tuple[int, memoryview]] = []
-    """Of a pooling model, in the order of the launches' texts: (number of vectors, float32
-    little-endian); -1 vectors if they were not finite."""
+    """Results of a pooling model, in the order of the launches' texts: (number of vectors, float32
+    little-endian); -1 vectors if any value is not finite."""
     token_counts: list[int] = []
-    """Tokens of each sampling request, in the order of `tokens`; empty when each has exactly one.
-    At the end, so that an empty column takes no byte on the wire."""
+    """Number of tokens of each sampling request, in the order of `tokens`; empty if every request
+    has exactly one token. Near the end, so that an empty column takes no bytes on the wire."""
     drafts: list[tuple[int, list[int]]] = []
-    """(index of a sampling request, tokens): what its next decode may verify. Of requests with a
-    grammar, so that the engine sends bitmasks for it; with pipeline stages of all, which get it
-    with the plan of that decode."""
+    """(index of a sampling request, draft tokens that its next decode may verify). Sent for
+    requests with a grammar, so that the engine can send bitmasks. With pipeline stages sent for all
+    requests: the plan of that decode returns the drafts to the stages."""
     corrupt_loads: list[int] = []
-    """Indices into the plan's `loaded_blocks`: what was in host memory had a wrong checksum."""
+    """Indices into the plan's `loaded_blocks` whose host memory had a wrong checksum."""
 
 
 class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):
@@ -319,25 +322,25 @@ class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):
 
     message: str
     is_config: bool = False
-    """Caused by a setting: a ConfigError."""
+    """Whether the failure is a ConfigError, caused by a setting."""
     time: float = 0.0
-    """Unix time of the failure: of a group of workers the first one is the cause."""
+    """Unix time of the failure: the first failure in a group of workers is the cause."""
 
 
 class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):
-    """Progress of start-up; `stage` is load, in bytes, or warmup, in launches, or with a `total` of
-    0 what is under way."""
+    """Progress of start-up. `stage` is load (in bytes) or warmup (in launches); if `total` is 0,
+    `stage` describes the current activity."""
 
     stage: str
     done: int
     total: int
     left_s: float = 0.0
-    """Estimate; 0 if unknown."""
+    """Estimated seconds left; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLimits:
-    """The sizes of scheduler, model and KV cache that limit every shape."""
+    """Limits of every launch shape: sizes of the scheduler, the model and the KV cache."""
 
     block_size: int
     max_model_len: int
@@ -349,20 +352,21 @@ class BucketLimits:
     is_pooling: bool = False
     """Pooling models compute whole texts without a KV cache: no decodes, no context blocks."""
     merged_prefill: bool = False
-    """Every prefill has one row, with up to `max_prefill_batch` sequences behind each other."""
+    """Whether every prefill has a single row, with up to `max_prefill_batch` concatenated
+    sequences."""
 
     @classmethod
     def for_pooling(
         cls, schedule: SchedulerConfig, *, block_size: int, max_model_len: int
     ) -> "BucketLimits":
-        """Limits of a pooling model; `block_size` is only the step between query lengths."""
+        """Limits of a pooling model. `block_size` is only the step between query lengths."""
         return cls(
             block_size=block_size,
             max_model_len=max_model_len,
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.token_budget(max_model_len),
             max_prefill_batch=schedule.prefill_batch(is_pooling=True),
-            # No cache is allocated; some strategies compute decode shapes that are then dropped.
+            # No cache is allocated; some strategies compute decode shapes that are dropped later.
             num_blocks=schedule.max_num_seqs * math.ceil(max_model_len / block_size),
             prefix_caching=False,
             is_pooling=True,
@@ -370,7 +374,7 @@ class BucketLimits:
 
     @property
     def max_query(self) -> int:
-        """New tokens of one sequence in one launch."""
+        """Maximum new tokens of a sequence in a launch."""
         return min(self.max_num_batched_tokens, self.max_model_len)
 
     @property
@@ -380,33 +384,33 @@ class BucketLimits:
 
     @property
     def max_decode_blocks(self) -> int:
-        """Block references of one decode; a shared block counts once for each sequence."""
+        """Maximum block references of a decode; a shared block counts once per sequence."""
         full = self.max_num_seqs * self.blocks_per_seq
         return full if self.prefix_caching else min(full, self.num_blocks)
 
 
 class OffloadFacts(msgspec.Struct, array_like=True, gc=False):
-    """What the workers have for KV blocks outside the device."""
+    """Capacity and speed of the workers' KV block storage outside the device."""
 
     num_slots: int
-    """Blocks in host memory."""
+    """Number of blocks in host memory."""
     load_s: float
-    """Measured time of a copy of one block to the device."""
+    """Measured seconds to copy a block to the device."""
     max_files: int
-    """Blocks in files; 0: there are none."""
+    """Number of blocks in files; 0: no files."""
     file_hashes: bytes
-    """32 bytes each: blocks whose files all workers have, the one that was not used for longest
+    """32 bytes per block: hashes of blocks whose files all workers have, least recently used
     first."""
     block_bytes: int = 0
-    """Of one block on all workers."""
+    """Bytes of a block on all workers."""
 
 
 HASH_BYTES = 32
-"""Of a block's hash, SHA-256."""
+"""Bytes of a block hash (SHA-256)."""
 
 
 class RankFacts(msgspec.Struct, array_like=True, gc=False):
-    """What one worker of a group has after its start; memory in bytes."""
+    """Memory of a worker of a group after its start, in bytes."""
 
     rank: int
     weight_bytes: int
@@ -417,60 +421,63 @@ class RankFacts(msgspec.Struct, array_like=True, gc=False):
 
 
 class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
-    """The worker is ready: facts of its model, memory and buckets."""
+    """The worker is ready: facts about its model, memory and buckets."""
 
     num_blocks: int
-    """KV blocks 0 .. num_blocks - 1; the pad block comes after them."""
+    """KV blocks 0 .. num_blocks - 1; the pad block follows them."""
     block_size: int
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     buckets: list[Bucket]
-    """Those prepared; empty when the table is exact."""
+    """Prepared buckets; empty with exact shapes."""
     device: str
     dtype: str
     weight_bytes: int
     kv_bytes: int
-    """Of the KV cache, and of states."""
+    """Bytes of the KV cache and of states."""
     graph_bytes: int
     total_bytes: int
     load_s: float
     warmup_s: float
     bucket_limits: BucketLimits
-    """With `buckets`, all that the engine needs to rebuild the worker's bucket table."""
+    """Together with `buckets`, all that the engine needs to rebuild the worker's bucket table."""
     num_later: int = 0
-    """Buckets that are prepared between steps, each announced by a `Warmed`."""
+    """Number of buckets that are prepared later between steps, each announced by a `Warmed`."""
     driver: str = ""
     software: str = ""
     """Versions of the device's driver and runtime."""
     counters: dict[str, float] = {}
-    """As in StepResult, after the warm-up."""
+    """Counters as in StepResult, after the warm-up."""
     contiguous: bool = False
-    """Whether a decode reads all blocks up to the highest one of its requests."""
+    """Whether a decode reads all blocks up to the highest block of its requests."""
     max_tokens_per_step: int = 1
-    """Maximum number of tokens of one request in a StepResult: 1 + draft tokens."""
+    """Maximum number of tokens of a request in a StepResult: 1 + draft tokens."""
     pooling: PoolingFacts | None = None
-    """Set for a pooling model: it has no KV blocks and no decodes."""
+    """Set for a pooling model, which has no KV blocks and no decodes."""
     prefill_launch_tokens: int = 0
-    """Prompt tokens from which on a larger prefill launch takes no less time per token, so that a
-    step need not wait for more; 0: a step takes as many as its budget allows."""
+    """Prompt tokens above which a larger prefill launch takes no less time per token, so that a
+    step need not wait for more tokens; 0: a step takes as many tokens as its budget allows."""
     ranks: list[RankFacts] = []
-    """Of all workers of a group, by rank; the executor fills it in. Empty of one worker."""
+    """Facts of all workers of a group, by rank; filled in by the executor. Empty for a single
+    worker."""
     encoder_cache_tokens: int = 0
-    """Rows of image embeddings that the worker keeps at most; 0: it takes no images."""
+    """Maximum rows of image embeddings in the worker's cache; 0: the worker does not accept
+    images."""
     whole_images: bool = False
     """VisionFacts.whole_images of the model."""
     prompt_vocab_size: int = 0
-    """Token ids that a prompt may have, where some are never sampled; 0: `vocab_size`."""
+    """Number of token ids that are valid in a prompt, if some are never sampled; 0:
+    `vocab_size`."""
     request_tiles: int = 0
-    """Of a model whose layers read images: rows that a request's images have at most, which it
-    holds from its first step on until it ends. 0: tokens take the rows, and images are held until
-    their last token is computed."""
+    """For a model with cross-attention layers: maximum rows of a request's images, which the
+    request holds from its first step until it ends. 0: image tokens use the rows, and images are
+    held until their last token is computed."""
     offload: OffloadFacts | None = None
-    """None: no KV blocks are kept outside the device."""
+    """KV block storage outside the device; None: not configured."""
 
     def rank_facts(self, rank: int) -> RankFacts:
-        """What this worker reports, as a part of a group."""
+        """This worker's facts, as a member of a group."""
         compilations = (
             count
             for name, count in self.counters.items()
@@ -487,15 +494,15 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
 
 
 class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=8):
-    """A bucket that an idle worker prepared after it was ready. A worker of a group waits for
-    WARM_UP_NEXT, since all of them must run the same launches in the same order."""
+    """A bucket that an idle worker prepared after it was ready. A worker of a group prepares
+    buckets on WARM_UP_NEXT, since all workers must run the same launches in the same order."""
 
     buckets: list[Bucket]
-    """As in WorkerReady; empty when a bucket could not be prepared."""
+    """Prepared buckets, as in WorkerReady; empty if a bucket could not be prepared."""
     num_later: int
-    """Buckets still to come."""
+    """Number of buckets still to prepare."""
     counters: dict[str, float] = {}
-    """As in StepResult."""
+    """Counters as in StepResult."""
 
 
 START_PROFILE, STOP_PROFILE = "start_profile", "stop_profile"
@@ -505,20 +512,20 @@ WARM_UP_NEXT = "warm_up_next"
 
 
 class WorkerCall(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=6):
-    """A call beside the plans. Gets one WorkerAnswer, which may overtake the results of plans in
-    flight; but a successful WAKE_UP gets progress and a WorkerReady, as a start does, and
-    WARM_UP_NEXT a Warmed."""
+    """A call outside the plans. It is answered by a WorkerAnswer, which may overtake the results of
+    plans in flight. Exceptions: a successful WAKE_UP is answered by progress and a WorkerReady,
+    like a start, and WARM_UP_NEXT by a Warmed."""
 
     name: str
-    """One of PROFILE_CALLS; or, with no plan in flight, SLEEP (free memory), WAKE_WEIGHTS (load the
-    weights again), WAKE_UP (load and build everything again) or WARM_UP_NEXT (prepare one of the
-    remaining buckets, on all workers of a group at once)."""
+    """A name in PROFILE_CALLS; or, with no plan in flight, SLEEP (free memory), WAKE_WEIGHTS
+    (reload the weights), WAKE_UP (reload and rebuild everything) or WARM_UP_NEXT (prepare the next
+    remaining bucket, on all workers of a group together)."""
     level: int = 0
-    """For SLEEP: 1 keeps the weights in host memory, 2 drops them."""
+    """Level of SLEEP: 1 keeps the weights in host memory, 2 drops them."""
 
 
 class WorkerAnswer(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=7):
-    """A value or an error; `is_refusal` if the caller caused it, with a `code` to match on."""
+    """A value or an error. `is_refusal`: the caller caused the error, and `code` identifies it."""
 
     value: str = ""
     error: str | None = None
@@ -527,52 +534,53 @@ class WorkerAnswer(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class LoadAdapter(msgspec.Struct, array_like=True, gc=False, tag=10):
-    """Read an adapter to host memory, beside the plans. Gets one AdapterLoaded."""
+    """Read an adapter to host memory, concurrently with the plans. Answered by an AdapterLoaded."""
 
     content: str
-    """Hash of its files, by which plans name it."""
+    """Hash of the adapter's files, by which plans name the adapter."""
     path: str
     root: str
-    """As AdapterFolder.root."""
+    """See AdapterFolder.root."""
     name: str
-    """What errors call it: clients may not see its folder."""
+    """Name of the adapter in errors: clients may not see its folder."""
 
 
 class DropAdapter(msgspec.Struct, array_like=True, gc=False, tag=11):
-    """Forget an adapter in host memory. Gets no answer."""
+    """Drop an adapter from host memory. Not answered."""
 
     content: str
 
 
 class AdapterLoaded(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=12):
-    """An adapter is in host memory, or why it cannot be."""
+    """An adapter is in host memory; if `error` is set, it could not be read."""
 
     content: str
     error: str | None = None
 
 
 class FetchBlocks(msgspec.Struct, array_like=True, gc=False, tag=13):
-    """Read blocks from files to host memory, beside the plans. Gets one BlocksFetched. No plan
-    names these slots until then."""
+    """Read blocks from files to host memory, concurrently with the plans. Answered by a
+    BlocksFetched. No plan uses these slots before the answer."""
 
     hashes: list[bytes]
     slots: list[int]
 
 
 class DropFiles(msgspec.Struct, array_like=True, gc=False, tag=14):
-    """Delete the files of these blocks. Gets no answer."""
+    """Delete the files of these blocks. Not answered."""
 
     hashes: list[bytes]
 
 
 class BlocksFetched(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=15):
-    """The blocks of a FetchBlocks are in host memory, but for those that failed."""
+    """The blocks of a FetchBlocks are in host memory, except those listed as missing or corrupt."""
 
     seconds: float
     missing: list[int] = []
-    """Indices into `hashes`: there is no such file, or it cannot be read."""
+    """Indices into `hashes` of blocks whose file is missing or unreadable."""
     corrupt: list[int] = []
-    """Those whose file has a wrong checksum, or is that of another block."""
+    """Indices into `hashes` of blocks whose file has a wrong checksum or belongs to another
+    block."""
 
 
 ToWorker = (

@@ -1,4 +1,4 @@
-"""Backend: the interface of a device. Everything above uses devices only through it."""
+"""Backend: the device interface. All code above this folder uses devices only through it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -24,15 +24,15 @@ class Event(Protocol):
     """A point in a device's queue of work."""
 
     def wait(self) -> None:
-        """Block the host until the work before the point is done."""
+        """Block the host until the work before this point is done."""
         ...
 
     def done(self) -> bool:
-        """Whether that work is done, without waiting."""
+        """Whether the work before this point is done. Does not block."""
         ...
 
     def seconds_since(self, earlier: Any) -> float:
-        """Device time from an earlier event of the same backend to this one; both are done."""
+        """Device time since `earlier`, an event of the same backend. Both events must be done."""
         ...
 
 
@@ -40,14 +40,15 @@ class Graph(Protocol):
     """A captured forward pass: fixed outputs, replayed without Python."""
 
     def replay(self, *inputs: Any) -> Any:
-        """Run on `inputs`: tensors of the shapes of the capture's, or, without `rebinds_inputs`,
-        the capture's own. Returns the same tensors each time."""
+        """Run on `inputs` and return the same output tensors on every call. `inputs` have the
+        shapes of the captured inputs; without `rebinds_inputs` they must be the captured tensors
+        themselves."""
         ...
 
 
 @runtime_checkable
 class FusibleModel(Protocol):
-    """A model that can run on fused kernels."""
+    """A model that can use the fused kernels of a backend."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -59,8 +60,8 @@ class FusibleModel(Protocol):
 
 
 class Backend(Protocol):
-    """One device of one kind, owned by this process. Not thread-safe. A back end inherits the calls
-    that mean nothing to it: those without a result do nothing here.
+    """A single device, owned by this process. Not thread-safe. Calls that a device does not need
+    have default implementations: calls without a result do nothing.
 
     A device runs work in the order of submission, `upload` included; only the copies of `to_host`
     may run concurrently with later work.
@@ -72,90 +73,92 @@ class Backend(Protocol):
     """Integer type of positions, slots and block lists."""
     default_dtype: torch.dtype
     fast_dtypes: tuple[torch.dtype, ...]
-    """Dtypes that run at full speed: a checkpoint in one of them keeps its dtype."""
+    """Dtypes that run at full speed. A checkpoint with a fast dtype keeps its dtype."""
     card: str
-    """Kind of the card, as its driver names it; empty if there is none."""
+    """Name of the card, as its driver reports it; empty if there is no card."""
     driver: str
-    """Version of the device's driver; empty if there is none or it is unknown."""
+    """Version of the device driver; empty if there is no driver or its version is unknown."""
     software: str
-    """Version of the vendor's runtime; empty likewise."""
+    """Version of the vendor's runtime; empty if there is no runtime or its version is unknown."""
     default_block_size: int
     default_strategy: str
-    """Bucket strategy for `auto`."""
+    """Bucket strategy that `auto` selects."""
     captures: bool
-    """Whether `capture` gives a speed-up; if not, launches run the function itself."""
+    """Whether `capture` is faster than eager launches; if False, launches call the function itself.
+    """
     compiles: bool
-    """Whether the first launch of a shape compiles, captured or not."""
+    """Whether the first launch of each shape compiles, with or without capture."""
     reads_contiguously: bool
-    """Whether a decode is faster when it reads the KV cache as one slice, with blocks of other
-    requests, than when it gathers its blocks."""
+    """Whether decode attention is faster when it reads the KV cache as a contiguous slice, which
+    includes blocks of other requests, than when it gathers the blocks of its requests."""
     shares_host_memory: bool
-    """Whether device memory is host memory, most of which must be left to other processes."""
+    """Whether device memory is host memory. If so, most of it must be left to other processes."""
     rebinds_inputs: bool
-    """Whether an upload into a tensor that a launch reads waits for that launch, and a graph's
-    replay may read other tensors than its capture: then inputs have two sets of device memory."""
+    """True if an upload into a tensor waits for the launch that reads the tensor, and if a graph
+    replay may read other tensors than the captured inputs. Inputs are then double-buffered."""
 
     world: ProcessGroup = SINGLE
-    """The ranks that run one model. A back end joins them before it touches its device, and leaves
-    them in `close`."""
+    """The ranks that run a model together. A backend joins them before it touches its device and
+    leaves them in `close`."""
 
     def dtype_for(self, facts: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
-        """The dtype of a model for which none was asked: the checkpoint's if it is fast, else the
-        default. `is_plain`: a decoder that is built in, with all layers and all experts here."""
+        """Default dtype for a model: the checkpoint's dtype if it is fast, else `default_dtype`.
+        `is_plain`: a built-in decoder with all layers and all experts on this rank."""
         dtype = getattr(torch, facts.dtype, None)
         return dtype if dtype in self.fast_dtypes else self.default_dtype
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes, after all work is done."""
+        """(free, total) bytes. Waits for all work first."""
         ...
 
     def peak_memory(self) -> int | None:
-        """Peak of the bytes in use since `reset_peak`, after all work is done; None if the device
-        does not count them."""
+        """Peak bytes in use since `reset_peak`; None if the device does not count them. Waits for
+        all work first."""
         ...
 
     def reset_peak(self) -> None:
-        """Restart the measurement of `peak_memory`."""
+        """Reset the peak that `peak_memory` returns."""
         return
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether `error`, raised by work on the device, says that its memory is full. The device
-        remains usable after such an error."""
+        """Whether `error`, raised by work on the device, is an out-of-memory error. The device
+        remains usable after it."""
         ...
 
     def is_compile_failure(self, error: Exception) -> bool:
-        """Whether `error`, raised by work on the device, says that its compiler refused a recipe.
-        The device remains usable after such an error."""
+        """Whether `error`, raised by work on the device, is the compiler's refusal of a recipe. The
+        device remains usable after it."""
         return False
 
     def synchronize(self) -> None:
-        """Wait for all work."""
+        """Wait for all submitted work."""
         return
 
     def mark_step(self) -> None:
-        """End the recipe, on a device that collects operations into recipes."""
+        """End the current recipe, on a device that collects operations into recipes."""
         return
 
     def event(self) -> Event:
-        """A point after all work submitted so far."""
+        """An event after all work submitted so far."""
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A zeroed device tensor; if the device can, a page uses memory only when it is written."""
+        """A zeroed device tensor. If the device supports it, a page takes memory only once it is
+        written."""
         ...
 
     def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagesAhead | None:
-        """What gives caches of `zeros`, of so many blocks each, memory before it is written; None:
-        they have it."""
+        """Pre-faulting of `caches` (made by `zeros`, `num_blocks` blocks each); None if their
+        memory is already allocated."""
         return None
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A flat host tensor that `upload` reads fast (pinned, if that helps)."""
+        """A flat host tensor for fast uploads (pinned if that helps)."""
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Start a copy to the host; valid when an `event()` created after it is done. Until then
-        nothing may write to `tensor`; it may be dropped."""
+        """Start a copy to the host. The result is valid when an `event()` created after this call
+        is done. Until then nothing may write to `tensor`; the caller may drop its reference."""
         ...
 
     def upload(self, target: Tensor, source: Tensor) -> None:
@@ -166,9 +169,9 @@ class Backend(Protocol):
         ...
 
     def upload_beside(self, copies: Sequence[tuple[Tensor, Tensor]], after: Any) -> None:
-        """As `upload`, to each of (target, source), beside the work behind the event `after` if the
-        device can: neither that work nor later host code may write to them, and that work does not
-        read the targets. Work that is submitted later waits for the copies."""
+        """Upload each (target, source), concurrently with the work after the event `after` if the
+        device supports it. That work must neither read nor write the targets, and neither that work
+        nor later host code may write to the sources. Work submitted later waits for the copies."""
         for target, source in copies:
             self.upload(target, source)
 
@@ -181,45 +184,46 @@ class Backend(Protocol):
     ) -> Graph:
         """Record `function(*inputs)`; the tensors in `inputs` become the graph's inputs.
 
-        The function has run at least once when this returns. `frees_intermediates`: it keeps none
-        of its intermediates, even on a device that keeps those of the model's graphs.
+        The function has run at least once when this returns. `frees_intermediates`: free the
+        intermediates of the graph, even on a device that keeps intermediates of the model's graphs.
         """
         ...
 
     def compiled(self, function: Function) -> Function:
-        """`function`, a pure function of tensors, compiled as a whole or run as one recipe, on a
-        device that compiles. Its first call with new shapes compiles."""
+        """Compile `function`, a pure function of tensors, as a whole or run it as a single recipe,
+        on a device that compiles. The first call with new shapes compiles."""
         return function
 
     def begin_load(self, patcher: ModelPatcher | None = None) -> None:
-        """A model that `patcher` will patch is about to be made."""
+        """Called before a model is created that `patcher` will patch."""
         return
 
     def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
-        """Prepare a loaded model for this device: fused kernels, what `patcher` replaces, packed
-        weights, compiled layers. Returns the model to run: `model` itself, or a faster one with the
-        same interface."""
+        """Prepare a loaded model for this device: fused kernels, the patches of `patcher`, packed
+        weights, compiled layers. Returns the model to run: `model` itself, or a faster model with
+        the same interface."""
         ...
 
     def prepare_tower(self, tower: nn.Module) -> None:
-        """Replace what the device does better in a loaded vision tower, whose weights are counted
-        before."""
+        """Install this device's faster layers in a loaded vision tower. The tower's weights have
+        already been counted."""
         return
 
     def linear_method(self, weight: StoredWeight, dtype: torch.dtype) -> LinearMethod | None:
-        """How the device multiplies activations of `dtype` by a weight that a checkpoint has
-        quantized; None: by the weight in `dtype`, dequantized."""
+        """Method that multiplies activations of `dtype` by a quantized weight of a checkpoint;
+        None: dequantize the weight to `dtype`."""
         return None
 
     def moe_method(
         self, experts: StoredExperts | Mxfp4Experts, dtype: torch.dtype
     ) -> MoEMethod | None:
-        """As `linear_method`, of quantized experts."""
+        """Method for quantized experts with activations of `dtype`; None: dequantize the experts to
+        `dtype`."""
         return None
 
     def kv_cache_format(self, kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | None:
-        """How a model of `dtype` caches keys and values as --kv-cache-dtype says; None: in `dtype`.
-        Raises ConfigError for what the device cannot cache in."""
+        """KV cache format for --kv-cache-dtype and a model of `dtype`; None: cache in `dtype`.
+        Raises ConfigError for a format that the device does not support."""
         own = str(dtype).removeprefix("torch.")
         if kv_cache_dtype in (AUTO, own):
             return None
@@ -230,19 +234,21 @@ class Backend(Protocol):
 
     @property
     def prefill_launch_tokens(self) -> int:
-        """As WorkerReady.prefill_launch_tokens, for the prepared model."""
+        """WorkerReady.prefill_launch_tokens for the prepared model."""
         return 0
 
     def expect(self, num_tokens: int, num_rows: int) -> None:
-        """A hint: the next forward pass has `num_tokens` and samples at most `num_rows` rows."""
+        """Hint: the next forward pass has `num_tokens` tokens and computes logits of at most
+        `num_rows` rows."""
         return
 
     def end_warmup(self) -> None:
-        """Warm-up is over: from now on nothing should compile."""
+        """Called at the end of warm-up. Nothing should compile after it."""
         return
 
     def begin_warmup(self) -> None:
-        """Free all captured graphs, which are not replayed again; another warm-up follows."""
+        """Free all captured graphs, which must not be replayed again. Called before another
+        warm-up."""
         return
 
     def close(self) -> None:

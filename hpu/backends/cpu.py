@@ -1,6 +1,7 @@
-"""CpuBackend: the host as a device. Work runs synchronously: an event is done once it exists.
+"""CpuBackend: the host as a device. Work runs synchronously, so an event is done when it is
+created.
 
-It gives the layers of a loaded model their packed products, and compiles decoders.
+It replaces the layers of a loaded model by packed kernels and compiles decoders.
 """
 
 import logging
@@ -54,28 +55,28 @@ from hpu.quantization.stored.weights import StoredExperts, StoredWeight
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
-"""Bytes of a cache line, and of the widest vector load."""
+"""Size of a cache line in bytes, and of the widest vector load."""
 
 WEIGHTS_PER_S, MULTIPLICATIONS_PER_S = 5e9, 75e9
-"""What one thread reads and multiplies in bfloat16; a coarse estimate."""
+"""bfloat16 weights that a thread reads per second, and multiplications per second. Rough estimates.
+"""
 
 RETAINED_BYTES = 64 << 20
-"""Freed memory that the allocator retains while serving: logits of 32 requests and their copies in
+"""Freed bytes that the allocator keeps while serving: logits of 32 requests and their copies in
 sampling."""
 
 SINGLE_THREAD_S = 2e-3
-"""A launch that one thread finishes in this time is not split: on a busy machine each barrier of
-the threads costs up to a twentieth of it."""
+"""Launches estimated below this time on a single thread are not split: on a busy machine each
+thread barrier costs up to a twentieth of it."""
 
 PREFILL_TOKENS = 512
-"""Prompt tokens for which what a launch costs beside products (reading weights, logits, Python) is
-a small part of it, for a dense model. Measured on two cores with AVX512-BF16 and 135 million
-weights, time per token compared with 2048 tokens: 128 tokens 12 % more, 256 2 %, 512 0.5 %. Not
-measured with AMX."""
+"""Prompt tokens at which the fixed cost of a launch (reading weights, logits, Python) is small, for
+a dense model. Measured on two cores with AVX512-BF16 and 135 million weights, time per token
+relative to 2048 tokens: +12 % at 128 tokens, +2 % at 256, +0.5 % at 512. Not measured with AMX."""
 
 
 class CpuEvent:
-    """A point in time: all earlier work is done."""
+    """Event of synchronous work: always done; records its creation time."""
 
     def __init__(self) -> None:
         self._time_s = time.perf_counter()
@@ -91,7 +92,7 @@ class CpuEvent:
 
 
 class CallGraph:
-    """Calls the captured function again."""
+    """Graph without capture: calls the function again."""
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         self._function = function
@@ -103,8 +104,8 @@ class CallGraph:
 
 class CpuBackend(Backend):
     """The CPU with `num_threads` compute threads (None: the usable cores, divided among the ranks).
-    `kernels`: the folder of the compiled kernels, which are built if they are missing; None:
-    torch's own operators are used. `ranks` meet over gloo. `on_step` hears of the building."""
+    `kernels`: folder of the compiled kernels, which are built if missing; None: use torch's own
+    operators. `ranks` meet over gloo. `on_step` is called while the kernels are built."""
 
     name = "cpu"
     card = driver = software = ""
@@ -139,9 +140,9 @@ class CpuBackend(Backend):
         logger.info("CPU: %d compute threads on %d usable cores", threads, cores)
         self._threads = self._threads_in_use = threads
         self._token_cost = self._logits_cost = 0
-        """Multiplications of the prepared model for a token, and for one row of logits."""
+        """Multiplications of the prepared model per token, and per row of logits."""
         self._weights_per_use = 1.0
-        """Weights that a large launch reads, for each one that a token is multiplied with: above 1
+        """Weights that a large launch reads divided by the weights multiplied per token: above 1
         for a mixture of experts."""
         self._library: Library | None = None
         if kernels is not None:
@@ -178,7 +179,7 @@ class CpuBackend(Backend):
         return torch.zeros(size, dtype=dtype)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        # The caller may write to its tensor again before the host reads.
+        # Copied: the caller may write to its tensor again before the host reads the result.
         return tensor.clone()
 
     def upload(self, target: Tensor, source: Tensor) -> None:
@@ -218,14 +219,16 @@ class CpuBackend(Backend):
         use_cpu_kernels_in_tower(tower, kernels)
 
     def _multiplies(self, dtype: torch.dtype) -> bool:
-        """Whether our kernels do, on a CPU without bfloat16 instructions as well."""
+        """Whether the native kernels multiply `dtype`. They do not need bfloat16 instructions of
+        the CPU."""
         return dtype == torch.bfloat16 and self._library is not None
 
     def dtype_for(self, facts: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
         dtype = super().dtype_for(facts, is_plain=is_plain)
         if facts.dtype == "float32" or not self._multiplies(torch.bfloat16):
             return dtype
-        # Without bfloat16 instructions torch's own operators are slow in it, ours are not.
+        # Without bfloat16 instructions, torch's bfloat16 operators are slow; the native kernels are
+        # not.
         return torch.bfloat16 if is_plain and is_known(facts) else dtype
 
     def linear_method(self, weight: StoredWeight, dtype: torch.dtype) -> LinearMethod | None:
@@ -275,10 +278,11 @@ class CpuBackend(Backend):
 
 
 def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
-    """Give the layers of a loaded bfloat16 model packed products and norms: those of `library`, or
-    torch's where it has none and the CPU has bfloat16 instructions. Returns the model to run, a
-    CompiledDecoder of a decoder."""
-    # They are small, have any number of outputs, and may be in float32.
+    """Install packed products and norms in the layers of a loaded bfloat16 model: kernels of
+    `library`, or torch's packed products where `library` has no kernel and the CPU has bfloat16
+    instructions. Returns the model to run, which is a CompiledDecoder if `model` is a decoder that
+    can be compiled."""
+    # Routers are not packed: they are small, have any number of outputs, and may be in float32.
     routers = {gate for one in model.modules() if isinstance(one, MoE) for gate in one.gates}
     for module in list(model.modules()):
         if isinstance(module, RMSNorm):
@@ -289,7 +293,7 @@ def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
                 module.use_kernel(kernel)
         elif isinstance(module, Experts) and library is not None and not module.keeps_method:
             _pack_experts(module, library)
-    # A compiled decoder has all layers, and their experts.
+    # A compiled decoder needs all layers and all their experts on this rank.
     if (
         not isinstance(model, Decoder)
         or model.lm_head is None
@@ -329,7 +333,7 @@ def _pack_experts(experts: Experts, library: Library) -> None:
 
 
 def _pack(linear: LinearBase, library: Library | None) -> Kernel | None:
-    """None: there is no faster form than the method's own."""
+    """The fastest kernel for `linear`; None if the layer's own method is the fastest."""
     bias, quantized = linear.applied_bias, linear.quantized_weight
     if quantized is not None:
         if library is not None and has_kernel(quantized):

@@ -1,5 +1,5 @@
-"""CudaBackend: an NVIDIA GPU, for development without a Gaudi: the same buckets and runner, real
-capture and replay. It is used only if it is named."""
+"""CudaBackend: an NVIDIA GPU, for development without a Gaudi. It has the same buckets and runner,
+and real capture and replay. It is used only if it is named."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from hpu.quantization.base import ModelPatcher
 logger = logging.getLogger(__name__)
 
 BFLOAT16_CAPABILITY = (8, 0)
-"""First compute capability that multiplies bfloat16 in hardware (Ampere)."""
+"""Lowest compute capability with bfloat16 matrix products in hardware (Ampere)."""
 
 WARM_RUNS = 2
-"""Runs before a capture. The first loads kernels and allocates the workspaces of matrix products,
-which is not allowed in a capture; the second checks that nothing of the kind is left."""
+"""Runs before a capture. The first run loads kernels and allocates workspaces of matrix products,
+which is not allowed during a capture; the second run checks that no such work is left."""
 
 
 class CudaEvent:
-    """A point in a stream, with the time at which the device passed it."""
+    """A point in a stream, with the device time at which it was reached."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # theirs
@@ -36,7 +36,7 @@ class CudaEvent:
         self._event.synchronize()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """Let later work of `stream` begin behind this point."""
+        """Make later work of `stream` wait for this point."""
         stream.wait_event(self._event)
 
     def done(self) -> bool:
@@ -48,8 +48,8 @@ class CudaEvent:
 
 
 class CudaGraph:
-    """A captured graph with its input and output tensors, which must live as long as the graph: a
-    replay uses their addresses."""
+    """A captured graph with its input and output tensors. The tensors must live as long as the
+    graph: a replay uses their addresses."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, inputs: tuple[Any, ...], outputs: Any) -> None:
         self._graph = graph
@@ -62,11 +62,10 @@ class CudaGraph:
 
 
 class CudaBackend(Backend):
-    """The GPU of this rank among those that CUDA shows this process (CUDA_VISIBLE_DEVICES chooses
-    others); ranks meet over NCCL.
+    """The GPU of this rank among the GPUs in CUDA_VISIBLE_DEVICES; ranks meet over NCCL.
 
-    All work runs on the current stream, in the order of submission; only captures and the runs
-    before them use a side stream, and the two streams wait for each other.
+    All work runs on the current stream, in the order of submission. Only captures with their
+    warm-up runs, and `upload_beside`, use side streams, which the current stream waits for.
 
     All graphs share one memory pool: a replay writes everything that it reads, except its inputs,
     and replays do not overlap. A graph's outputs are therefore valid until the next replay of any
@@ -76,14 +75,14 @@ class CudaBackend(Backend):
     name = "cuda"
     card = driver = ""
     software = torch.version.cuda or ""
-    # As on a Gaudi, so that the buckets are the same.
+    # Equal to the Gaudi backend's defaults, so that the buckets are equal.
     default_block_size = 128
     default_strategy = "exponential"
     captures = True
     compiles = False
     reads_contiguously = False
     shares_host_memory = False
-    # A graph reads the addresses of its capture, and one stream orders uploads and launches.
+    # A graph reads the captured addresses, and the stream orders uploads and launches.
     rebinds_inputs = False
 
     def __init__(self, ranks: Ranks = SINGLE_RANK) -> None:
@@ -98,7 +97,7 @@ class CudaBackend(Backend):
                 f"{torch.cuda.device_count()}"
             )
         self.device = torch.device("cuda", ranks.device_index)
-        # index_copy_, which writes the cache, takes no other index type on CUDA.
+        # index_copy_, which writes the KV cache, accepts only int64 indices on CUDA.
         self.index_dtype = torch.int64
         torch.cuda.set_device(self.device)
         capability = torch.cuda.get_device_capability(self.device)
@@ -121,7 +120,7 @@ class CudaBackend(Backend):
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes, after all work is done and the allocator's cache is freed. Memory of
-        other processes is not free."""
+        other processes counts as used."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)
@@ -135,7 +134,7 @@ class CudaBackend(Backend):
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        # A capture that runs out of memory may raise another error on top of the first.
+        # A capture that runs out of memory may raise another error from the out-of-memory error.
         found: BaseException | None = error
         while found is not None:
             if isinstance(found, torch.OutOfMemoryError):
@@ -156,7 +155,7 @@ class CudaBackend(Backend):
         return torch.zeros(size, dtype=dtype, pin_memory=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        # Pinned: a copy into ordinary memory makes the host wait for the device.
+        # Pinned: a copy into pageable memory makes the host wait for the device.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
@@ -184,7 +183,8 @@ class CudaBackend(Backend):
                 for _ in range(WARM_RUNS):
                     function(*inputs)
             graph = torch.cuda.CUDAGraph()
-            # Only calls of this thread break the capture: other threads may wait for events.
+            # thread_local: only calls of this thread invalidate the capture; other threads may wait
+            # for events.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
             ):
@@ -210,7 +210,7 @@ class CudaBackend(Backend):
 
 
 def missing_cuda(version: str, built_for: str | None, has_device: bool) -> str | None:
-    """Why torch `version`, built for CUDA `built_for`, cannot use a GPU; None if it can."""
+    """Reason why torch `version`, built for CUDA `built_for`, cannot use a GPU; None if it can."""
     if built_for is None:
         return (
             f"device 'cuda' needs a torch built with CUDA, torch {version} is not: install one "

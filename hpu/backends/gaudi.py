@@ -1,7 +1,7 @@
-"""GaudiBackend: a Gaudi card through the vendor's runtime (habana_frameworks), in one of its four
-modes. Its fused kernels are in hpu/ops/gaudi.py.
+"""GaudiBackend: a Gaudi card through the vendor's runtime (habana_frameworks), in any of the four
+modes. The fused kernels are in hpu/ops/gaudi.py.
 
-In lazy mode operations are collected until mark_step ends the segment, which becomes one recipe.
+In lazy mode operations are collected until mark_step ends the segment, which becomes a recipe.
 Segments end with launches: at events, and around a captured graph.
 """
 
@@ -62,7 +62,8 @@ ROOT = "habana_frameworks.torch"
 
 
 MAX_SHAPES = 1 << 16
-"""More than the buckets of any table times the compiled parts of a layer."""
+"""Limit on shapes per compiled function: more than the buckets of any table times the compiled
+parts of a layer."""
 
 ASYNCHRONOUS_BYTES = 1 << 20
 """Copies to the card below this size are staged before the call returns (the bridge's device.cpp
@@ -73,21 +74,22 @@ OUT_OF_MEMORY = (
     "out of memory",
     "allocation failed for size",
 )
-"""Parts of the runtime's error texts when the card's memory is full, in lower case; the runtime has
-no error type for it."""
+"""Parts of the runtime's error texts for full card memory, in lower case. The runtime has no error
+type for it."""
 
 KEEP_TENSOR_CACHE = ("Llava", "Qwen", "Roberta", "VipLlava", "XLMRoberta")
-"""Beginnings of architectures whose graphs need the tensor cache (vllm-project/vllm-gaudi,
-docs/configuration/env_variables.md, PT_HPUGRAPH_DISABLE_TENSOR_CACHE); its pages give no reason."""
+"""Prefixes of architectures whose graphs need the tensor cache (vllm-project/vllm-gaudi,
+docs/configuration/env_variables.md, PT_HPUGRAPH_DISABLE_TENSOR_CACHE; no reason is given there)."""
 
 COMPILE_FAILED = ("graph compile failed", "cpu fallback is not supported")
-"""Parts of the texts, in lower case, when the compiler refuses a recipe, whose status, often 26, is
-generic: a limit of the compiler, not necessarily memory; and when a capture meets an operation that
-the card does not have."""
+"""Parts of the error texts, in lower case, for a recipe that the compiler refuses and for a
+captured operation that the card does not support. The status in the text, often 26, is generic: the
+exceeded limit is not necessarily memory."""
 
 
 def keeps_tensor_cache(config: ModelConfig) -> bool:
-    """Whether the graphs of a model need the tensor cache, for its text or for its images."""
+    """Whether the graphs of a model need the tensor cache, because of its text or its vision
+    architecture."""
     architectures = [config.architecture]
     if config.vision is not None:
         architectures.append(config.vision.architecture)
@@ -95,7 +97,7 @@ def keeps_tensor_cache(config: ModelConfig) -> bool:
 
 
 class GaudiEvent:
-    """A point in the default stream and in the stream of the copies to the host. Its time is that
+    """A point in the default stream and in the stream of copies to the host. Its time is the time
     of the default stream."""
 
     def __init__(self, event: Any, copies: HostCopies) -> None:
@@ -122,13 +124,14 @@ class GaudiEvent:
 
 
 class HpuGraph:
-    """A function wrapped by the runtime, with one graph in its cache: the inputs have one shape.
+    """A function wrapped by the runtime, with a single cached graph, since its inputs have fixed
+    shapes.
 
-    A replay reads the inputs that it is given in place (bridge, habana_device/HPUGraph.cpp,
-    replayV3), if the capture matched them: tensors that are no views. With the tensor cache it
-    copies them into those of the capture (torch/hpu/graphs.py, copy_to), all but those that are the
-    capture's own. Without it intermediates are freed, so graphs share their memory. A replay writes
-    the same outputs each time.
+    Inputs that the capture matched (tensors that are not views) are read in place by a replay
+    (bridge, habana_device/HPUGraph.cpp, replayV3). With the tensor cache, a replay copies inputs
+    into the captured inputs (torch/hpu/graphs.py, copy_to), except captured inputs themselves.
+    Without the tensor cache, intermediates are freed, so graphs share their memory. Every replay
+    writes the same output tensors.
     """
 
     def __init__(
@@ -152,7 +155,8 @@ class HpuGraph:
 
 
 def _regions(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a model, and the modules beside them, but the head: `logits` is one region."""
+    """Modules to compile separately: the layers of a model and the modules beside them, except the
+    head, since `logits` is a region of its own."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -163,14 +167,14 @@ def _regions(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class GaudiBackend(Backend):
-    """One card of this process; the runtime gives each process at most one.
+    """The card of this process; the runtime gives each process at most one card.
 
     `choice` is the mode; the runtime's variables are already set for it. `driver` is the driver's
-    version, if known, `software` that of the runtime (None: as installed). The callbacks
-    `on_warmup_end`, `on_warmup_begin` and `on_close` are called after warm-up, before another one,
-    and on release of the card. `guards_off`: compiled code checks no guards after warm-up, and a
-    new shape is an error. Raises ConfigError if the runtime is unusable; `explain` translates its
-    error texts.
+    version, if known; `software` is the runtime's version (None: read from the installed package).
+    The callbacks `on_warmup_end`, `on_warmup_begin` and `on_close` are called after warm-up, before
+    another warm-up, and on release of the card. `guards_off`: compiled code checks no guards after
+    warm-up, and a new shape is an error. Raises ConfigError if the runtime is unusable; `explain`
+    translates its error texts.
     """
 
     name = "hpu"
@@ -228,7 +232,8 @@ class GaudiBackend(Backend):
             raise ConfigError(self._explained(error)) from error
         self._was_disabled = torch._dynamo.config.disable
         if choice.is_lazy:
-            # As the vendor's plug-in does: torch's tracer does not know lazy tensors.
+            # The vendor's plug-in disables dynamo too: torch's tracer does not support lazy
+            # tensors.
             torch._dynamo.config.disable = True
         self.captures = self._mode == HPU_GRAPHS
         self._copies = HostCopies(self._hpu)
@@ -254,7 +259,7 @@ class GaudiBackend(Backend):
             )
 
     def _acquire(self) -> int:
-        """Acquire the card, which the runtime does at the first use."""
+        """Acquire the card. The runtime acquires it at the first use. Returns the device index."""
         if not self._hpu.is_available():
             raise ConfigError("no card answers: `gaudiserve doctor` checks driver and runtime")
         torch.zeros(1, device="hpu")
@@ -262,11 +267,11 @@ class GaudiBackend(Backend):
         return int(self._hpu.current_device())
 
     def _make_kernels(self, model: FusibleModel) -> Kernels:
-        """The choices of the vendor's plug-in for vLLM (vllm_gaudi/extension/features.py): softmax
-        in float32 for Qwen2, and the adjustment kernel where it exists, but for neither Qwen2 nor
-        float16. It leaves block_softmax off."""
+        """Kernels with the choices of the vendor's plug-in for vLLM
+        (vllm_gaudi/extension/features.py): softmax in float32 for Qwen2; the adjustment kernel
+        where it exists, except for Qwen2 and for float16; block_softmax off."""
         card = self._generation()
-        # Not at the top of the file: it imports the vendor's kernels.
+        # Imported here because the module imports the vendor's kernels.
         module = importlib.import_module("hpu.ops.gaudi")
         is_qwen2 = model.config.architecture.startswith("Qwen2")
         exists = self._has_kernel("block_softmax_adjustment", card)
@@ -281,7 +286,7 @@ class GaudiBackend(Backend):
         return cast(Kernels, kernels)
 
     def _generation(self) -> str | None:
-        """Of the card, as GENERATIONS names it; None: it is not known."""
+        """Generation of the card, a key of GENERATIONS; None if unknown."""
         experimental = importlib.import_module(f"{ROOT}.utils.experimental")
         kinds = experimental.synDeviceType
         found = experimental._get_device_type()
@@ -303,7 +308,7 @@ class GaudiBackend(Backend):
         if can_expand(weight):
             return Int8LinearMethod(weight)
         takes_groups = self._has_kernel("convert_from_uint4.g_idx", card)
-        # The bridge's tests name the operator as not supported in eager mode.
+        # The bridge's tests list the operator as unsupported in eager mode.
         if self._mode == EAGER or not can_convert(weight, takes_groups=takes_groups):
             return None
         return Uint4LinearMethod(weight)
@@ -312,7 +317,7 @@ class GaudiBackend(Backend):
         self, experts: StoredExperts | Mxfp4Experts, dtype: torch.dtype
     ) -> MoEMethod | None:
         card = self._generation()
-        # The bridge's tests name its operators for such experts as not supported in eager mode.
+        # The bridge's tests list the operators for quantized experts as unsupported in eager mode.
         if dtype != torch.bfloat16 or card is None or self._mode == EAGER:
             return None
         if isinstance(experts, Mxfp4Experts):
@@ -332,14 +337,16 @@ class GaudiBackend(Backend):
         return None
 
     def _expands_fp8(self, weight: StoredWeight) -> bool:
-        """Whether each launch expands `weight`, and multiplies in the activations' dtype."""
+        """Whether each launch expands `weight` to the activations' dtype and multiplies in that
+        dtype."""
         keeps_blocks = has_blocks(weight) and not self._execution.force_channel_fp8
         return can_stay(weight) and (keeps_blocks or is_weight_only(weight))
 
     @property
     def _end_recipe(self) -> Callable[[], None]:
-        """For parts of a layer: in the lazy modes each is a recipe of its own, as in the plug-in,
-        so that equal parts share it, and a recipe holds one of them in memory."""
+        """Callback that ends the recipe after a part of a layer. In the lazy modes each part is a
+        recipe of its own, like in the vendor's plug-in: equal parts share a recipe, and a recipe
+        needs memory for a single part. In other modes it does nothing."""
         return self.mark_step if self._mode in (HPU_GRAPHS, LAZY) else lambda: None
 
     def kv_cache_format(self, kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | None:
@@ -401,8 +408,8 @@ class GaudiBackend(Backend):
         return self._copies.start(tensor)
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        # From ASYNCHRONOUS_BYTES on a thread of the runtime reads the source later, and an event
-        # recorded now may not include it: wait for such a copy.
+        # From ASYNCHRONOUS_BYTES on, a thread of the runtime reads the source after the call
+        # returns, and an event recorded now may not include the copy: make the copy blocking.
         is_small = source.numel() * source.element_size() < ASYNCHRONOUS_BYTES
         target.copy_(source, non_blocking=is_small)
 
@@ -413,8 +420,8 @@ class GaudiBackend(Backend):
         *,
         frees_intermediates: bool = False,
     ) -> HpuGraph:
-        """The inputs may only be tensors, and no views: a view's base would be a constant of the
-        graph."""
+        """Record `function(*inputs)`. The inputs must be tensors that are not views: the base of a
+        view would be a constant of the graph."""
         graphed = self._hpu.wrap_in_hpu_graph_func(
             function, disable_tensor_cache=frees_intermediates or self._disables_tensor_cache
         )
@@ -425,8 +432,8 @@ class GaudiBackend(Backend):
         except RuntimeError as error:
             if not (self.is_out_of_memory(error) or self.is_compile_failure(error)):
                 raise
-            # Without its traceback, whose frames hold the unfinished graph and the tensors of the
-            # capture. The process captures until that graph is destroyed.
+            # Drop the traceback, whose frames hold the unfinished graph and the tensors of the
+            # capture. The process is in capture mode until that graph is destroyed.
             failure = error.with_traceback(None)
             failure.__context__ = None
         self._leave_dry_run(str(failure))
@@ -447,20 +454,20 @@ class GaudiBackend(Backend):
         return cast(Function, run)
 
     def _leave_dry_run(self, why: str) -> None:
-        """After a capture that failed for the reason `why`, make the runtime execute launches
-        again.
+        """Make the runtime execute launches again after a capture that failed because of `why`.
 
-        A capture without tensor cache is a dry run, and aborting it does not end that: launches do
-        nothing until a capture succeeds (HabanaAI/gaudi-pytorch-bridge,
-        backend/habana_device/HPUGraph.cpp). Raises ConfigError if they still do nothing then.
+        A capture without tensor cache is a dry run, and aborting the capture does not end the dry
+        run: launches do nothing until a capture succeeds (HabanaAI/gaudi-pytorch-bridge,
+        backend/habana_device/HPUGraph.cpp). Raises ConfigError if launches still do nothing
+        afterwards.
         """
-        # What the failed capture left goes first: on a full card not even a small graph fits
-        # beside it. The runtime has no call that empties its caches; freed memory is its own.
+        # Free what the failed capture left: on a full card not even a small graph fits beside it.
+        # The runtime has no call that empties its caches; freed memory returns to the runtime.
         gc.collect()
         self._htcore.mark_step()
         self._hpu.synchronize()
         try:
-            # Not made on the device: that would be a launch.
+            # Created on the host: creating it on the device would be a launch.
             one = torch.ones(1).to(self.device)
             add = self._hpu.wrap_in_hpu_graph_func(lambda x: x + 1, disable_tensor_cache=True)
             add(one)
@@ -493,8 +500,8 @@ class GaudiBackend(Backend):
                 patcher.patch(model)
                 model.to(self.device)
                 self._htcore.mark_step()
-                # In the order of load_model in the vendor's plug-in for vLLM. The newest bridge
-                # says that this function will be removed.
+                # Same order as load_model in the vendor's plug-in for vLLM. The newest bridge
+                # announces the removal of this function.
                 if hasattr(self._htcore, "hpu_initialize"):
                     self._htcore.hpu_initialize(model, mark_only_scales_as_const=True)
             if self._mode in (HPU_GRAPHS, LAZY):
@@ -504,8 +511,8 @@ class GaudiBackend(Backend):
         return model
 
     def _mark_layers(self, layers: Iterable[nn.Module]) -> None:
-        """End the recipe after each `layers_per_recipe` layers: smaller recipes compile sooner, and
-        equal layers share them."""
+        """End the recipe after every `layers_per_recipe` layers: smaller recipes compile faster,
+        and equal layers share them."""
 
         def mark(module: nn.Module, args: Any, output: Any) -> None:
             self._htcore.mark_step()
@@ -520,8 +527,8 @@ class GaudiBackend(Backend):
             "backend": "hpu_backend",
             "fullgraph": self._execution.compile_fullgraph,
         }
-        # As in the vendor's plug-in for vLLM (vllm_gaudi/utils.py): torch may trace with symbolic
-        # shapes, the back end compiles static ones all the same; `dynamic=True` is never passed.
+        # The vendor's plug-in for vLLM does this too (vllm_gaudi/utils.py): torch may trace with
+        # symbolic shapes, but the backend compiles static shapes; `dynamic=True` is never passed.
         if self._execution.compile_dynamic_shapes:
             options["options"] = {"force_static_compile": True}
         else:
@@ -533,7 +540,7 @@ class GaudiBackend(Backend):
         parts: list[nn.Module] = [model]
         if self._execution.regional_compilation:
             parts = list(_regions(model))
-        # Above this number of shapes torch stops compiling a function.
+        # torch stops compiling a function above this number of shapes.
         limits = torch._dynamo.config
         for name in ("cache_size_limit", "accumulated_cache_size_limit"):
             setattr(limits, name, max(getattr(limits, name), MAX_SHAPES))
@@ -570,7 +577,7 @@ class GaudiBackend(Backend):
         return int(found.get("TotalHit", 0)), int(found.get("TotalMiss", 0))
 
     def _metric(self, name: str) -> dict[str, Any]:
-        """The runtime's counts since the start; empty if it does not have this metric."""
+        """The runtime's counts since the start; empty if the runtime does not have this metric."""
         metric = self._metrics.metric_global(name)
         return {} if metric is None else dict(metric.stats())
 

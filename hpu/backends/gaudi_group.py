@@ -1,4 +1,4 @@
-"""GaudiGroup: the process group of the cards that run one model, over the vendor's collectives
+"""GaudiGroup: the process group of the cards that run a model, over the vendor's collectives
 (hccl). Created before the first use of the card, which the runtime acquires by rank."""
 
 import importlib
@@ -13,7 +13,7 @@ MODULE = "habana_frameworks.torch.distributed.hccl"
 
 
 class GaudiGroup:
-    """A group of one rank creates no process group.
+    """Process group of `ranks`; with a single rank no group is created.
 
     With more ranks PT_HPU_ENABLE_LAZY_COLLECTIVES must be true before the runtime is imported, or
     HPU graphs cannot contain collectives; the launcher of the ranks sets it.
@@ -29,14 +29,14 @@ class GaudiGroup:
             rank=ranks.global_rank,
             local_rank=ranks.device_index,
         )
-        # The vendor's own engine marks a step before each collective: with lazy collectives the
+        # The vendor's own engine calls mark_step before each collective: with lazy collectives the
         # bridge may otherwise reduce a tensor that is not computed yet (vllm-project/vllm-gaudi,
         # distributed/device_communicators/hpu_communicator.py).
         self.world = join("hccl", ranks, importlib.import_module(CORE).mark_step)
 
     def check(self, device: torch.device) -> None:
-        """Sum over all ranks, so that a broken group fails here. Raises ConfigError with the two
-        numbers; waits for the device."""
+        """All-reduce ones over all ranks, so that a broken group fails here. Raises ConfigError
+        with the expected and the received sum. Waits for the device."""
         if self.world.size == 1:
             return
         one = torch.ones(1, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""PagesAhead: memory for the next blocks of a KV cache on the host, before a step writes them."""
+"""PagesAhead: pre-faults host memory of the next KV cache blocks before a step writes them."""
 
 import ctypes
 import logging
@@ -13,42 +13,43 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 AHEAD_BYTES = 256 << 20
-"""Of the blocks behind the highest one in use."""
+"""Bytes to pre-fault beyond the highest block in use, over all caches."""
 
 PIECE_BYTES = 2 << 20
-"""Of all caches together, of which a step that begins may have to wait for one: a huge page."""
+"""Bytes to pre-fault per iteration, over all caches: a huge page. A starting step may have to wait
+for one cache's part of it."""
 
 QUIET_S, START_S = 0.05, 1.0
-"""The time without a step, and from the start on, after which the thread goes on: the API server
-starts meanwhile."""
+"""Idle time after a step before the thread resumes pre-faulting, and its initial delay, in which
+the API server starts."""
 
 PAGE_BYTES = 4096
 MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14: maps pages as writing to them does, and keeps what they hold. Python's mmap module
-does not have it."""
+"""madvise advice since Linux 5.14: populates page tables like a write, and keeps the contents.
+Python's mmap module lacks the constant."""
 
 
 class PagesAhead:
-    """Lets the kernel map pages of zeroed caches on a thread, while no step runs.
+    """Pre-faults pages of zeroed caches on a thread, while no step runs.
 
     A cache gets its memory page by page, when a block is first written. The kernel clears each
-    page, and in a virtual machine the host has to find it too: 1.2 to 1.7 s a GB, for which the
-    first prompts would wait. Mapping the whole cache at the start would take memory that a small
+    page, and in a virtual machine the host has to allocate it too: 1.2 to 1.7 s per GB, which would
+    delay the first prompts. Mapping the whole cache at the start would take memory that a small
     load never uses.
     """
 
     def __init__(self, caches: Sequence[Tensor], num_blocks: int) -> None:
-        """`caches`: each of `num_blocks` blocks of one size, contiguous."""
+        """`caches`: contiguous tensors of `num_blocks` equal blocks each."""
         self._caches = [(cache.data_ptr(), cache.nbytes // num_blocks) for cache in caches]
         self._tensors = list(caches)
-        """Which own the memory."""
+        """References that keep the memory of the caches alive."""
         block_bytes = sum(size for _, size in self._caches)
         self._num_blocks = num_blocks
         self._ahead = -(-AHEAD_BYTES // block_bytes)
         self._piece = -(-PIECE_BYTES // block_bytes)
         self._wanted = min(self._ahead, num_blocks)
         self._mapped = 0
-        """Blocks below have memory."""
+        """Blocks with a lower index have memory."""
         self._is_running = False
         self._quiet_from = 0.0
         self._change = threading.Condition()
@@ -56,13 +57,14 @@ class PagesAhead:
         self._thread = threading.Thread(target=self._run, name="pages-ahead", daemon=True)
 
     def start(self) -> None:
-        """Begin with the first blocks. `close` must follow at the end."""
+        """Start the thread, which pre-faults the first blocks. `close` must follow at the end."""
         self._quiet_from = time.monotonic() + START_S
         self._thread.start()
 
     @contextmanager
     def step(self, highest: int) -> Iterator[None]:
-        """While a step runs. `highest`: of its new blocks; -1: none."""
+        """Context of a running step. `highest`: highest index of the step's new blocks; -1: no new
+        blocks."""
         self._is_running = True
         try:
             yield
@@ -76,7 +78,7 @@ class PagesAhead:
                     self._change.notify()
 
     def close(self) -> None:
-        """End the thread; the caches may be freed then. Safe to call twice."""
+        """Stop the thread; the caches may be freed afterwards. Safe to call twice."""
         with self._change:
             self._is_closed = True
             self._change.notify()
@@ -99,7 +101,7 @@ class PagesAhead:
             self._mapped = end
 
     def _wait(self) -> bool:
-        """Until more is wanted and nothing runs; False once closed."""
+        """Wait until there is memory to pre-fault and no step runs. Returns False once closed."""
         with self._change:
             while not self._is_closed:
                 if self._mapped >= self._wanted:

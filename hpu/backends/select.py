@@ -1,4 +1,4 @@
-"""From a device name to its Backend. Imports only the selected one."""
+"""Selects the Backend for a device name. Imports only the selected backend."""
 
 from config.engine import EngineConfig
 from config.loading import env
@@ -10,9 +10,9 @@ from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 def select_backend(
     config: EngineConfig, ranks: Ranks = SINGLE_RANK, on_step: OnStep = unreported_step
 ) -> Backend:
-    """The named backend, or for `auto` a Gaudi if its runtime is installed, else the CPU. An NVIDIA
-    GPU, which is for development, must be named. It has met the other `ranks` of the model.
-    `on_step` is called while it is prepared.
+    """The named backend; for `auto`, a Gaudi if its runtime is installed, else the CPU. An NVIDIA
+    GPU, which is for development, must be named. The returned backend has joined the other `ranks`
+    of the model. `on_step` is called during its preparation.
 
     Raises ConfigError if the machine has no such device or the device cannot be used.
     """
@@ -45,7 +45,7 @@ def _gaudi(config: EngineConfig, ranks: Ranks) -> Backend:
     from hpu.doctor.software import driver_version
 
     machine = Machine(environment=env.environment())
-    # With a local rank, how many of the cards are on this host is not known.
+    # The number of cards on this host is unknown if a local rank is given.
     num_cards = ranks.world_size if ranks.local_rank is None else 1
     check_start(machine, num_cards=num_cards, rank=ranks.device_index)
     choice = env.hpu_mode(config)
@@ -69,7 +69,7 @@ def _emulated(config: EngineConfig, ranks: Ranks) -> Backend:
     from hpu.emulator.settings import EmulatorConfig
 
     settings = config.emulator
-    # A copy: changes by the runtime must not outlive the emulated card.
+    # Copied: changes by the runtime must not outlive the emulated card.
     variables = {**env.environment(), **env.hpu_environment(config)}
     emulator = install(
         EmulatorConfig(

@@ -1,4 +1,4 @@
-"""Process groups of the ranks that run one model, and their collectives.
+"""Process groups of the ranks that run a model, and their collectives.
 
-Which backend carries them (HCCL, gloo, NCCL) is the device back end's choice.
+The device backend chooses the torch.distributed backend (HCCL, gloo, NCCL).
 """

@@ -1,4 +1,5 @@
-"""Agreement: numbers that all ranks of a model must have alike, though each measures its own."""
+"""Agreement: values that must be equal on all ranks of a model, although each rank measures its
+own."""
 
 import json
 from collections.abc import Mapping
@@ -9,20 +10,21 @@ from config.errors import ConfigError
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 
 SHORT_BYTES = 1024
-"""Bytes that one message to all ranks carries; more take a second one."""
+"""Bytes of the first message of `of_first`; longer data takes a second message."""
 
 
 class Agreement:
-    """Decisions that a rank cannot make alone: how many KV blocks there are, whether a bucket fits,
-    how large a graph is. All ranks must ask for the same in the same order; each waits for all."""
+    """Decisions that ranks take together: the number of KV blocks, whether a bucket fits, the size
+    of a graph. All ranks must make the same calls in the same order; each call waits for all ranks.
+    """
 
     def __init__(self, host: ProcessGroup = SINGLE) -> None:
-        """`host`: the ranks, in a group that carries tensors of the host."""
+        """`host`: the process group of all ranks that carries host tensors."""
         self._host = host
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank does what only one may do, such as writing a file."""
+        """Whether this is rank 0, which alone does work such as writing a file."""
         return self._host.rank == 0
 
     def least(self, number: int) -> int:
@@ -53,8 +55,8 @@ class Agreement:
         return self._host.broadcast(rest).numpy().tobytes()
 
     def check_same(self, facts: Mapping[str, str], where: str) -> None:
-        """Raise ConfigError when `facts` (versions, say) differ from those of the first rank.
-        `where`: this rank's place, for the message."""
+        """Raise ConfigError if `facts` (versions, for example) differ from the facts of rank 0.
+        `where` names this rank in the message."""
         if self._host.size == 1:
             return
         first: dict[str, str] = json.loads(self.of_first(json.dumps(dict(facts)).encode()))
@@ -73,7 +75,7 @@ class Agreement:
         return int(self._host.all_reduce(torch.tensor([number], dtype=torch.int64)).item())
 
     def all_of(self, flags: list[bool]) -> list[bool]:
-        """Which of the flags are true on all ranks."""
+        """Element-wise AND of `flags` over all ranks."""
         if self._host.size == 1 or not flags:
             return flags
         return [bool(one) for one in self._host.minimum(torch.tensor(flags, dtype=torch.uint8))]
@@ -84,4 +86,4 @@ class Agreement:
 
 
 ALONE = Agreement()
-"""Of a process that runs alone."""
+"""Agreement of a process with a single rank."""

@@ -1,8 +1,8 @@
-"""Pipeline stages: which layers a stage has, and what it sends to the others.
+"""Pipeline stages: which layers a stage has, and what it sends to other stages.
 
 All stages run the same launches in the same order. Stage k sends the hidden states of a launch to
-stage k + 1; the last stage samples, and its tokens go to the first one, whose decodes read them on
-the device.
+stage k + 1; the last stage samples and sends its tokens to the first stage, whose decodes read them
+on the device.
 """
 
 from collections import deque
@@ -16,54 +16,54 @@ from hpu.distributed.process_groups import SINGLE, ProcessGroup
 
 
 class PipelineLink:
-    """The transfers of one stage, over the pipeline group.
+    """Transfers of this stage, over the pipeline group.
 
-    The last tokens of all requests travel as one tensor of a fixed shape, once per step. With P
-    stages the first one receives, after its launches of step n, those after step n - P + 1: the
-    last stage is done with that step when the first is done with step n, so nobody waits for more
-    than its own predecessor. A request that sampled in step k may therefore decode in step k + P.
+    The last tokens of all requests are sent once per step, as a tensor of a fixed shape. For P
+    stages, the first stage receives the tokens of step n - P + 1 after its launches of step n: the
+    last stage finishes step n - P + 1 when the first stage finishes step n, so each stage waits
+    only for its predecessor. A request that sampled in step k can therefore decode in step k + P.
 
-    A send may wait for its receive. Within a step both ends have the same order: of the last
-    launch the hidden states, then the tokens.
+    A send may block until its receive. Both ends use the same order within a step: the hidden
+    states of the last launch, then the tokens.
     """
 
     def __init__(self, group: ProcessGroup = SINGLE, device: torch.device | None = None) -> None:
-        """Meets the other stages, for which a first collective precedes all sends."""
+        """Meet the other stages: the first collective must precede all sends."""
         self.stage = Stage(group.rank, group.size)
         self._group = group
         self._num_steps = 0
-        """Since the process started: the other stages count alike."""
+        """Steps since the process started; equal on all stages."""
         self._num_left = 0
         """Launches of the step that have not yet sent or received hidden states."""
         self._last_tokens: Tensor | None = None
-        """On the first stage the tensor to receive tokens into, on the last one that to send."""
+        """First stage: the tensor to receive tokens into. Last stage: the tensor to send."""
         self._sent: deque[tuple[Any, Tensor]] = deque()
-        """Sends of tokens in flight, and what they read."""
+        """Token sends in flight, each with the tensor that it reads."""
         if group.size > 1:
             group.all_reduce(torch.ones(1, dtype=torch.float32, device=device))
 
     def begin_step(self, last_tokens: Tensor, num_launches: int) -> None:
-        """Before a step of `num_launches`. `last_tokens`: of all requests, of the same shape in
-        each step; read on the last stage, and written on the first."""
+        """Begin a step of `num_launches`. `last_tokens`: last token of every request, in the same
+        shape each step; read on the last stage, written on the first stage."""
         stage = self.stage
         if stage.size == 1:
             return
-        # The step's own samples go with the next one.
+        # Cloned: the tokens that this step samples are sent in the next step.
         self._last_tokens = last_tokens.clone() if stage.is_last else last_tokens
         self._num_left = num_launches
         if not num_launches:
             self._exchange_tokens()
 
     def receive_hidden(self, buffer: Tensor) -> None:
-        """Before a launch, on a stage that is not the first: fill `buffer` (B, Q, hidden) with the
-        hidden states of the previous stage."""
+        """Fill `buffer` (B, Q, hidden) with the hidden states of the previous stage. Called before
+        a launch, on every stage but the first."""
         self._group.recv(buffer, self.stage.rank - 1)
         if self.stage.is_last:
             self._count_launch()
 
     def send_hidden(self, hidden: Tensor) -> None:
-        """After a launch, on a stage that is not the last: send `hidden` (B, Q, hidden) to the next
-        stage."""
+        """Send `hidden` (B, Q, hidden) to the next stage. Called after a launch, on every stage but
+        the last."""
         self._group.send(hidden.contiguous(), self.stage.rank + 1)
         if self.stage.is_first:
             self._count_launch()
@@ -78,7 +78,7 @@ class PipelineLink:
         self._num_steps += 1
         if self.stage.is_last and number >= 1:
             assert tokens is not None, "a step begins with its tokens"
-            # The first stage has received the tokens of `size` steps ago.
+            # The first stage has received the tokens sent `size` steps ago.
             if len(self._sent) == size:
                 self._sent.popleft()[0].wait()
             self._sent.append((self._group.isend(tokens, 0), tokens))
@@ -88,4 +88,4 @@ class PipelineLink:
 
 
 SINGLE_STAGE = PipelineLink()
-"""Of a process that has all layers."""
+"""Link of a process that has all layers."""

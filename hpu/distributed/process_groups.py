@@ -1,6 +1,6 @@
 """Process groups for tensor, pipeline, expert and data parallelism over torch.distributed.
 
-A group of one rank needs no torch.distributed: each of its collectives is a no-op.
+A group with a single rank needs no torch.distributed: its collectives are no-ops.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +21,8 @@ TCP = "tcp://"
 
 
 class ProcessGroup:
-    """The ranks of one group. All of them must call the same collectives in the same order with the
-    same shapes; a rank that does not hangs the group."""
+    """A group of ranks. All ranks must call the same collectives in the same order with the same
+    shapes; a rank that differs hangs the group."""
 
     __slots__ = ("_group", "_mark_step", "_ranks", "_run", "rank", "size")
 
@@ -34,10 +34,11 @@ class ProcessGroup:
         mark_step: Callable[[], None] | None = None,
     ) -> None:
         """`ranks`: global rank of each member; `rank`: this process's index in `ranks`; `group`:
-        of torch.distributed, None for the world; `mark_step`: called before each collective, and
-        after those between two ranks, on a device that compiles and collects operations into
-        recipes. There a collective is never part of a compiled function: the vendor's software
-        keeps torch.distributed out of dynamo's graphs (hccl of HabanaAI/gaudi-pytorch-bridge)."""
+        the torch.distributed group, None for the world; `mark_step`: called before each collective
+        and after each point-to-point transfer, on a device that compiles and collects operations
+        into recipes. On such a device a collective is never part of a compiled function: the
+        vendor's software keeps torch.distributed out of dynamo's graphs (hccl of
+        HabanaAI/gaudi-pytorch-bridge)."""
         self._ranks = tuple(ranks)
         self._group = group
         self._mark_step = mark_step
@@ -48,7 +49,7 @@ class ProcessGroup:
         self.size = len(self._ranks)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks; in place if `tensor` is contiguous. Returns the sum."""
+        """Sum over all ranks; in place if `tensor` is contiguous. Returns the sum."""
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
@@ -56,16 +57,17 @@ class ProcessGroup:
         return tensor
 
     def minimum(self, tensor: Tensor) -> Tensor:
-        """The smallest of all ranks' elements; in place. Returns them."""
+        """Element-wise minimum over all ranks, in place. Returns `tensor`."""
         if self.size > 1:
             self._run(dist.all_reduce, tensor, dist.ReduceOp.MIN)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """The tensors of all ranks, concatenated along `dim` in the order of the ranks."""
+        """The tensors of all ranks, concatenated along `dim` in rank order."""
         if self.size == 1:
             return tensor
-        # The concatenated output form: the stacked one has trouble under torch.compile on HPU.
+        # all_gather_into_tensor with concatenated output: stacked output has trouble under
+        # torch.compile on HPU.
         shape = tensor.shape
         gathered = tensor.new_empty((self.size * shape[0], *shape[1:]))
         self.all_gather_into(gathered, tensor)
@@ -78,8 +80,8 @@ class ProcessGroup:
         self._run(dist.all_gather_into_tensor, target, tensor.contiguous())
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """This rank's slice along the first dimension, which the size divides, of the sum over all
-        ranks."""
+        """This rank's slice, along the first dimension, of the sum over all ranks. `size` must
+        divide the first dimension."""
         if self.size == 1:
             return tensor
         part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
@@ -88,8 +90,8 @@ class ProcessGroup:
         return part
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Slice i along the first dimension, which the size divides, goes to rank i; the result
-        holds the slices received, in the order of the ranks."""
+        """Send slice i of the first dimension to rank i and return the received slices in rank
+        order. `size` must divide the first dimension."""
         if self.size == 1:
             return tensor
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -98,7 +100,7 @@ class ProcessGroup:
         return received
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite `tensor` on all ranks with that of rank `source` of the group."""
+        """Overwrite `tensor` on all ranks with the tensor of rank `source` of the group."""
         if self.size > 1:
             self._run(dist.broadcast, tensor, src=self._ranks[source])
         return tensor
@@ -108,17 +110,19 @@ class ProcessGroup:
         self._transfer(dist.send, tensor, dst=self._ranks[target])
 
     def isend(self, tensor: Tensor, target: int) -> Any:
-        """As `send`, without waiting: `tensor` must not change before `wait` of the result."""
+        """Send without waiting. `tensor` must not change before `wait` of the returned work
+        returns."""
         return self._transfer(dist.isend, tensor, dst=self._ranks[target])
 
     def recv(self, tensor: Tensor, source: int) -> Tensor:
-        """Fill `tensor` with what rank `source` of the group sends."""
+        """Fill `tensor` with the tensor that rank `source` of the group sends."""
         self._transfer(dist.recv, tensor, src=self._ranks[source])
         return tensor
 
     def _transfer(self, collective: Callable[..., Any], tensor: Tensor, **options: Any) -> Any:
-        """Between two ranks. A recipe of its own: a pipeline stage sends and receives tokens beside
-        the last launch of a step alone, and what follows is the same recipe with and without."""
+        """Send or receive between two ranks, with a recipe boundary after it. A pipeline stage
+        transfers tokens only beside the last launch of a step; the boundary keeps the recipe of the
+        following operations equal with and without the transfer."""
         work = self._run(collective, tensor, **options)
         if self._mark_step is not None:
             self._mark_step()
@@ -131,13 +135,13 @@ class ProcessGroup:
 
 
 SINGLE = ProcessGroup()
-"""The group of a process that runs alone."""
+"""Group of a process that runs alone."""
 
 
 class ExpertGroup(ProcessGroup):
-    """The ranks over which experts are distributed. With several engines the ranks of one have
-    other tokens than those of another: the experts get the tokens of all engines, and each engine
-    gets the sums of its own."""
+    """The ranks over which experts are distributed. With data parallelism the engines have
+    different tokens: the experts compute the tokens of all engines, and each engine gets the sums
+    of its own tokens."""
 
     __slots__ = ("_data", "_gather", "_targets", "_tensor")
 
@@ -151,13 +155,13 @@ class ExpertGroup(ProcessGroup):
         tensor: ProcessGroup,
         data: ProcessGroup,
     ) -> None:
-        """As ProcessGroup, with this rank's groups `tensor`, whose ranks have the same tokens, and
-        `data`, whose ranks have those of each engine."""
+        """`tensor`: the ranks with the same tokens; `data`: one rank per engine, each with its
+        engine's tokens. Other parameters: see ProcessGroup."""
         super().__init__(ranks, rank, group, mark_step)
         self._tensor = tensor
         self._data = data
-        # Where graphs are captured, allocated once for each shape, before the capture: in its first
-        # run. The vendor's engine does so, too (vllm-project/vllm-gaudi, hpu_dp_utils.py).
+        # Targets for captured graphs are allocated once per shape, before the capture, by the first
+        # run. The vendor's engine does the same (vllm-project/vllm-gaudi, hpu_dp_utils.py).
         self._targets: dict[tuple[torch.Size, torch.dtype], Tensor] | None = None
         self._gather = self._gather_now
         if mark_step is not None:
@@ -165,13 +169,13 @@ class ExpertGroup(ProcessGroup):
             self._gather = torch.compiler.disable(self._gather_now)  # type: ignore[no-untyped-call]  # theirs
 
     def gather_tokens(self, tensor: Tensor) -> Tensor:
-        """Of (T, ...) of this engine's tokens (engines * T, ...) of those of all, in the engines'
-        order. All engines must have as many. The next call with this shape may overwrite it."""
+        """Gather (T, ...) of this engine's tokens to (engines * T, ...), in engine order. T must be
+        equal on all engines. The next call with this shape may overwrite the result."""
         return tensor if self._data.size == 1 else self._gather(tensor)
 
     def reduce_tokens(self, sums: Tensor) -> Tensor:
-        """Of partial sums (engines * T, ...) the sums (T, ...) over all ranks for this engine's
-        tokens."""
+        """Reduce partial sums (engines * T, ...) over all ranks and return the sums (T, ...) for
+        this engine's tokens."""
         return self._tensor.all_reduce(self._data.reduce_scatter(sums))
 
     def _gather_now(self, tensor: Tensor) -> Tensor:
@@ -186,7 +190,7 @@ class ExpertGroup(ProcessGroup):
 
 
 def shard_rank(group: ProcessGroup, expert_group: ProcessGroup = SINGLE) -> ShardRank:
-    """This rank of a tensor-parallel group, and of one over which experts are distributed."""
+    """This rank's position in its tensor-parallel group and in its expert group."""
     return ShardRank(group.rank, group.size, expert_group.rank, expert_group.size)
 
 
@@ -198,19 +202,19 @@ class ProcessGroups(NamedTuple):
     pipeline: ProcessGroup = SINGLE
     """One rank of each pipeline stage."""
     expert: ProcessGroup = SINGLE
-    """All ranks of a pipeline stage, over which experts are distributed: an ExpertGroup, if there
-    are several."""
+    """All ranks of a pipeline stage, over which experts are distributed; an ExpertGroup if there
+    are several ranks."""
     data: ProcessGroup = SINGLE
     """Ranks that hold the same shard in each replica."""
     host: ProcessGroup = SINGLE
-    """All ranks, for tensors of the host."""
+    """All ranks, for host tensors."""
     stage_host: ProcessGroup = SINGLE
-    """The ranks of `tensor`, for tensors of the host."""
+    """The ranks of `tensor`, for host tensors."""
 
 
 def group_members(tensor: int, pipeline: int, data: int) -> dict[str, list[list[int]]]:
-    """The global ranks of each group, by kind. Tensor ranks are adjacent, then pipeline stages,
-    then replicas: rank = (replica * pipeline + stage) * tensor + shard."""
+    """Global ranks of each group, by kind. Tensor ranks are adjacent, then pipeline stages, then
+    replicas: rank = (replica * pipeline + stage) * tensor + shard."""
 
     def rank(replica: int, stage: int, shard: int) -> int:
         return (replica * pipeline + stage) * tensor + shard
@@ -225,8 +229,8 @@ def group_members(tensor: int, pipeline: int, data: int) -> dict[str, list[list[
 
 
 def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] | None = None) -> ProcessGroup:
-    """Meet the other ranks, over `backend` of torch.distributed; the group of all of them, with
-    `mark_step` as in ProcessGroup. RuntimeError when they do not come in time."""
+    """Meet the other ranks over the torch.distributed backend `backend` and return the group of all
+    ranks, with `mark_step` as in ProcessGroup. Raises RuntimeError on timeout."""
     if ranks.global_size == 1:
         return SINGLE
     store = _tcp_store(ranks) if ranks.init_method.startswith(TCP) else None
@@ -242,8 +246,8 @@ def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] | None = None
 
 
 def _tcp_store(ranks: Ranks) -> Any:
-    """The rendezvous, of which rank 0 is the server, on the given address only: left to itself,
-    torch listens on all of them. RuntimeError when the address cannot be taken."""
+    """The rendezvous store; rank 0 serves it on the given address only, because torch by default
+    listens on all interfaces. Raises RuntimeError if the address is in use."""
     host, _, port = ranks.init_method.removeprefix(TCP).rpartition(":")
     listener = None
     if ranks.global_rank == 0:
@@ -257,7 +261,7 @@ def _tcp_store(ranks: Ranks) -> Any:
         ranks.global_size,
         is_master=listener is not None,
         timeout=timedelta(seconds=ranks.timeout_s),
-        # The store closes it.
+        # The store closes the file descriptor.
         master_listen_fd=None if listener is None else listener.detach(),
     )
 
@@ -269,7 +273,8 @@ def make_groups(
     data: int = 1,
     mark_step: Callable[[], None] | None = None,
 ) -> ProcessGroups:
-    """The groups of this process, after `join`; the three sizes multiply to the world size."""
+    """The groups of this process; call after `join`. `tensor * pipeline * data` must equal the
+    world size."""
     if tensor * pipeline * data == 1:
         return ProcessGroups()
     world_size, rank = dist.get_world_size(), dist.get_rank()
@@ -283,7 +288,7 @@ def make_groups(
     kinds = group_members(tensor, pipeline, data)
     for kind in ("tensor", "pipeline", "data", "expert"):
         for members in kinds[kind]:
-            # Every rank creates every group, in the same order: torch.distributed demands it.
+            # torch.distributed requires that every rank creates every group, in the same order.
             group = dist.new_group(members) if len(members) > 1 else None
             if rank not in members or group is None:
                 continue
@@ -293,7 +298,7 @@ def make_groups(
                 found[kind] = ExpertGroup(*own, tensor=shards, data=replicas)
             else:
                 found[kind] = ProcessGroup(*own)
-    # Device back ends carry no tensors of the host.
+    # Backends of devices do not carry host tensors.
     found["host"] = ProcessGroup(everyone, rank, dist.new_group(list(everyone), backend="gloo"))
     for members in kinds["tensor"]:
         group = dist.new_group(members, backend="gloo") if len(members) > 1 else None
@@ -304,7 +309,8 @@ def make_groups(
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A group of this process for code that asks torch.distributed for one, unless there is one."""
+    """Context with a single-process group, for code that needs torch.distributed to be initialised;
+    does nothing if a group exists."""
     if dist.is_initialized():
         yield
         return
@@ -317,6 +323,6 @@ def alone() -> Iterator[None]:
 
 
 def leave() -> None:
-    """Leave all groups."""
+    """Destroy all process groups."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

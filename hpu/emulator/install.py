@@ -79,7 +79,7 @@ class Emulator:
         # Without it, Module.to would put a device tensor's insides into a CPU parameter.
         self._overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
-        # Torch remembers its factories at the first use: let that not be while they are patched.
+        # torch caches its list of factories at the first use: fill the cache before the patches.
         torch.utils._device._device_constructors()
         self._patch(torch.Tensor, "to", _indexed(torch.Tensor.to))
         self._patch(torch, "tensor", _through_host(torch.tensor))

@@ -27,15 +27,15 @@ class EmulatorConfig:
     """Device memory, allocated on the host; None: as much as the real card has."""
     num_devices: int = 8
     strict: bool = False
-    """Every misuse raises `Misuse` instead of being counted and run as on the device."""
+    """Raise `Misuse` for every misuse instead of counting it and continuing as the device does."""
     tolerated: frozenset[str] = frozenset()
     """Kinds of misuse that strict mode counts without raising."""
     compile_delay_s: float = 0.0
-    """Host time of each compilation."""
+    """Host time of each compilation, in seconds."""
     graph_bytes: int = 8 << 20
-    """Device memory of one captured graph in addition to its tensors."""
+    """Device memory of each captured graph, in addition to its tensors."""
     max_graph_ops: int | None = None
-    """Most ops of a captured graph, beyond which the compiler fails; None: no limit."""
+    """Maximum ops of a captured graph, beyond which the compiler fails; None: no limit."""
     workspace_ratio: float = 1.0
     """Workspace of a recipe, as a fraction of the bytes of its largest output."""
     default_lazy: bool = False
@@ -44,13 +44,14 @@ class EmulatorConfig:
     """Whether torch counts as the vendor's build; other builds refuse lazy mode."""
     release: str = "1.22.1"
     lock_dir: Path | None = None
-    """Folder of the lock files that give a card to one process; None: no locks."""
+    """Folder of the lock files that reserve a card for a process; None: no locks."""
     release_delay_s: float = 0.0
-    """How long a card stays busy after its release."""
+    """Seconds that a card stays busy after its release."""
     collective_timeout_s: float = 30.0
     late_copy_s: float = 0.0
-    """Largest time between the end of an asynchronous copy to the host, as events report it, and
-    the arrival of its bytes: the runtime's own thread writes them, and nothing waits for it."""
+    """Maximum seconds between the end of an asynchronous copy to the host, as events report it, and
+    the arrival of its bytes: a thread of the runtime writes the bytes, and no event waits for it.
+    """
     late_copy_seed: int = 0
     extra_supported: frozenset[str] = frozenset()
     unsupported: frozenset[str] = frozenset()
@@ -78,7 +79,7 @@ class RuntimeVariables:
     _lazy_collectives: bool | None = field(default=None, init=False)
 
     def lazy(self) -> bool:
-        """Read once; anything but the string 0 means lazy."""
+        """Whether the mode is lazy. Read once; any value but the string 0 means lazy."""
         if self._lazy is None:
             text = self.environment.get("PT_HPU_LAZY_MODE")
             self._lazy = self.default_lazy if text is None else text != "0"
@@ -88,12 +89,14 @@ class RuntimeVariables:
         return self._lazy is not None
 
     def tensor_cache_disabled(self, argument: bool) -> bool:
-        """The variable wins over the argument, and only the exact string 1 is true."""
+        """Whether captures run without tensor cache. The variable wins over the argument, and only
+        the exact string 1 is true."""
         text = self.environment.get("PT_HPUGRAPH_DISABLE_TENSOR_CACHE")
         return argument if text is None else text == "1"
 
     def lazy_collectives(self) -> bool:
-        """Read once, when `hccl` is imported or before: the import chooses the native library."""
+        """Whether collectives are lazy. Read once, at the latest when `hccl` is imported: the
+        import chooses the native library."""
         if self._lazy_collectives is None:
             self._lazy_collectives = self.flag("PT_HPU_ENABLE_LAZY_COLLECTIVES")
         return self._lazy_collectives

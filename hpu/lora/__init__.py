@@ -1,3 +1,3 @@
-"""LoRA adapters on a device: weights of a rank, their slots, and the low-rank products that layers
-add to their own. What an adapter's folder says is in config/lora; which adapter is in which slot
-is the engine's decision."""
+"""LoRA adapters on a device: a rank's adapter weights, their slots, and the low-rank products that
+layers add to their own. config/lora reads the adapter folders; the engine decides which adapter is
+in which slot."""

@@ -1,5 +1,4 @@
-"""This rank's part of an adapter's weights, in the order of the rows and columns that the
-base layers have."""
+"""This rank's part of an adapter's weights, in the row and column order of the base layers."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -20,23 +19,23 @@ _SUFFIXES = (".weight", "_weight")
 
 
 class LowRank(NamedTuple):
-    """The two matrices of one output of a layer, on the host: out += (x a^T) b^T."""
+    """The two matrices of an output of a layer, on the host: out += (x a^T) b^T."""
 
     layer: str
-    """Path of the layer in the model; of experts, with w13 or w2 behind it."""
+    """Path of the layer in the model; for experts, with suffix w13 or w2."""
     output: int
-    """Which of the layer's outputs."""
+    """Index of the layer's output."""
     expert: int | None
-    """Of this rank."""
+    """Index of the expert on this rank; None without experts."""
     a: Tensor
-    """(rank, in); of an embedding (rank, tokens), all of them."""
+    """(rank, in); for an embedding (rank, tokens), with all tokens."""
     b: Tensor
-    """(out, rank), times the adapter's scale."""
+    """(out, rank), multiplied by the adapter's scale."""
 
 
 def rank_weights(loaded: LoadedAdapter, at: ShardRank, dtype: torch.dtype) -> Iterator[LowRank]:
     """The weights in `dtype` that the rank `at` needs."""
-    # Modules that share matrices follow each other.
+    # Modules that share matrices are adjacent.
     for (stored_a, stored_b), modules in groupby(
         loaded.adapter.modules, key=lambda module: (module.a, module.b)
     ):
@@ -46,7 +45,7 @@ def rank_weights(loaded: LoadedAdapter, at: ShardRank, dtype: torch.dtype) -> It
 
 
 def _tensor(data: bytearray, stored: StoredTensor) -> Tensor:
-    """A copy, since its bytes may begin at any byte of the file."""
+    """Copied: the bytes may be unaligned in the file."""
     tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     target = tensor.view(-1).view(torch.uint8).numpy()
     target[:] = np.frombuffer(data, np.uint8, stored.num_bytes, stored.offset)
@@ -54,7 +53,7 @@ def _tensor(data: bytearray, stored: StoredTensor) -> Tensor:
 
 
 def _own(module: AdapterModule, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of the two matrices that `module` has."""
+    """The part of the two matrices that belongs to `module`."""
     part = module.part
     if part is None:
         return a, b
@@ -76,7 +75,7 @@ def _parts(
         layer = layer.removesuffix(suffix)
     b = (b.float() * module.scale).to(dtype)
     if module.base.kind == EMBEDDING:
-        # Each rank looks up all tokens, so that nothing is exchanged.
+        # Each rank looks up all tokens, which avoids a collective.
         yield LowRank(layer, 0, None, a.to(dtype), b)
         return
     shard = shard_of(_rows_spec(spec, module), at)
@@ -98,7 +97,7 @@ def _parts(
 
 
 def _rows_spec(spec: WeightSpec, module: AdapterModule) -> WeightSpec:
-    """That of `b`, as the weight of the layer with `rank` inputs."""
+    """Spec of `b`: the spec of the layer's weight with `rank` inputs."""
     divided = spec.shard_dim if spec.shard_dim == 0 else None
     shape = (module.base.out_features, module.rank)
     return spec._replace(
@@ -107,7 +106,7 @@ def _rows_spec(spec: WeightSpec, module: AdapterModule) -> WeightSpec:
 
 
 def _columns_spec(spec: WeightSpec, module: AdapterModule) -> WeightSpec:
-    """That of `a`, as the weight of a layer with the same inputs and `rank` outputs."""
+    """Spec of `a`: the spec of a weight with the layer's inputs and `rank` outputs."""
     divided = spec.shard_dim if spec.shard_dim == 1 else None
     shape = (module.rank, module.base.in_features)
     return WeightSpec(
@@ -121,13 +120,13 @@ def _columns_spec(spec: WeightSpec, module: AdapterModule) -> WeightSpec:
 
 
 def _num_rows(spec: WeightSpec, module: AdapterModule, at: ShardRank) -> int:
-    """Of the parameter on this rank: shards of a vocabulary are rounded up."""
+    """Output rows of the parameter on this rank. Vocabulary shards are rounded up."""
     count = module.base.out_features
     return -(-count // at.size) if spec.shard_dim == 0 else count
 
 
 def _select(tensor: Tensor, shard: Shard) -> Tensor:
-    """The rows or columns of a whole tensor that `shard` has."""
+    """The rows or columns of `tensor` that belong to `shard`."""
     if shard.intervals is None:
         return tensor
     parts = [tensor.narrow(shard.dim, begin, end - begin) for begin, end in shard.intervals]

@@ -1,4 +1,5 @@
-"""What a back end's compiled form of a model offers, so that it stays in use with adapters."""
+"""Interface of a backend's compiled model that supports adapters, so that it stays in use with
+LoRA."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -9,28 +10,30 @@ from hpu.layers.linear import LinearBase
 
 
 class CompiledAdapters(Protocol):
-    """The slots of a compiled model."""
+    """Adapter slots of a compiled model."""
 
     def pack(self, staged: Mapping[str, Sequence[Tensor]]) -> Mapping[str, Any]:
-        """What GroupedSlots.stage gives of an adapter, by the names of products, as `set` takes it:
-        made on the thread that reads it."""
+        """Pack the result of GroupedSlots.stage, by product name, for `set`. Runs on the thread
+        that reads the adapter."""
         ...
 
     def set(self, slot: int, packed: Mapping[str, Any], *, is_whole: bool) -> None:
-        """Put an adapter into `slot`: its weights by the names of products. `is_whole`: it has no
-        others; if it has, its launches run on the layers."""
+        """Put an adapter into `slot`: its packed weights by product name. `is_whole`: the compiled
+        model has products for all weights of the adapter; if False, launches with the adapter run
+        on the layers."""
         ...
 
 
 @runtime_checkable
 class TakesAdapters(Protocol):
-    """A compiled model."""
+    """A compiled model that supports adapters."""
 
     def adapter_products(self) -> dict[LinearBase, str]:
-        """The layers to whose products it can add those of adapters, with a name for each; none if
-        it runs on the layers themselves."""
+        """Layers whose products support adapters, with a name for each; empty if the model runs on
+        the layers themselves."""
         ...
 
     def make_adapters(self, max_loras: int, max_rank: int) -> CompiledAdapters:
-        """The slots, which it reads from now on. Once, before caches are bound."""
+        """Create the slots, which the model reads from now on. Called once, before caches are
+        bound."""
         ...

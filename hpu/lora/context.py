@@ -1,4 +1,4 @@
-"""LoRAContext: which adapter each row of the running launch has, for all layers."""
+"""LoRAContext: the adapter slot of each row of the running launch, shared by all layers."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from hpu.protocol import NO_SLOT
 
 
 class LoRAContext:
-    """Set at the start of a forward pass, read by the layers in it."""
+    """Set at the start of a forward pass, read by the layers during the pass."""
 
     def __init__(
         self,
@@ -19,43 +19,44 @@ class LoRAContext:
         *,
         groups_rows: bool,
     ) -> None:
-        """`max_rank`: rows that each slot has in the stacked matrices. `groups_rows`: whether the
-        rows of each adapter are computed alone, which takes slots that the host can read."""
+        """`max_rank`: rank of each slot in the stacked matrices. `groups_rows`: whether the rows of
+        each adapter are computed separately, which requires slots that the host can read."""
         self.max_loras = max_loras
         self.max_rank = max_rank
         self.dtype = dtype
         self.device = device
         self.index_dtype = index_dtype
         self.mask = torch.zeros((1, 1, max_loras, 1), dtype=torch.bool, device=device)
-        """(B, 1, slots, 1), or (B, Q, slots, 1) where the sequences of a row differ: True in the
-        column of the row's slot. For devices that compute all slots."""
+        """(B, 1, slots, 1), or (B, Q, slots, 1) if a row holds several sequences: True at the row's
+        slot. Used by devices that compute all slots."""
         self.groups: list[tuple[int, Tensor | None]] = []
-        """(slot, rows (n) int64 or None for all rows), for devices that compute what is used."""
+        """(slot, rows (n) int64 or None for all rows). Used by devices that compute only the used
+        slots."""
         self.slots: Tensor | None = None
-        """(B) or (B, Q), as given to `begin`; None outside a forward pass of the target, where a
-        head that drafts reads the target's embedding and head without adapters."""
+        """(B) or (B, Q), as passed to `begin`. None outside a forward pass of the target model: a
+        drafter then uses the target's embedding and head without adapters."""
         self._numbers = torch.arange(max_loras, device=device)
         self.groups_rows = groups_rows
         self._last: tuple[int, ...] | None = None
 
     def begin(self, slots: Tensor) -> None:
-        """The next layers compute rows (B, ...) of these slots (B), or (B, Q), NO_SLOT for none."""
+        """Begin a forward pass of rows (B, ...) with `slots` (B) or (B, Q); NO_SLOT: no adapter."""
         self.slots = slots
         if self.groups_rows:
             numbers = tuple(slots.tolist())
             if numbers != self._last:
-                # Those of most decodes are the same.
+                # Most decodes have the slots of the previous launch.
                 self._last, self.groups = numbers, _groups(slots, numbers)
             return
         by_row = slots.view(slots.shape[0], -1, 1)
         self.mask = (by_row == self._numbers.to(slots.dtype)).unsqueeze(-1)
 
     def end(self) -> None:
-        """What follows has no adapters."""
+        """End the forward pass: later products have no adapters."""
         self.slots = None
 
     def token_slots(self, num_tokens: int) -> Tensor:
-        """(num_tokens): the slot of each token, where rows (B, Q) are flattened."""
+        """Slot of each token (num_tokens), for flattened rows (B, Q)."""
         assert self.slots is not None, "a layer ran outside a launch"
         slots = self.slots.view(self.slots.shape[0], -1)
         return slots.expand(

@@ -17,8 +17,8 @@ from hpu.quantization.unquantized import weights_of
 
 
 class ExpertSlots:
-    """The slots of one of the two products of all experts of a layer: (slots, experts, outputs,
-    rank, in) and (slots, experts, outputs, rank, size), each rank the largest one."""
+    """Slots of the first or the second product of all experts of a layer: `a` (slots, experts,
+    outputs, rank, in) and `b` (slots, experts, outputs, rank, size), padded to the maximum rank."""
 
     def __init__(
         self, num_experts: int, in_features: int, output_sizes: Sequence[int], context: LoRAContext
@@ -39,16 +39,17 @@ class ExpertSlots:
         raise AssertionError("experts add their products by expert")
 
     def add_of(self, expert: int, slots: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        """`out` (T, out) plus the products of `x` (T, in) with the adapters of one expert in
-        `slots` (T)."""
+        """Add the products of `x` (T, in) with an expert's adapters in `slots` (T) to `out` (T,
+        out)."""
         if self._context.groups_rows:
             for slot in set(slots.tolist()) - {NO_SLOT}:
                 rows = (slots == slot).nonzero().view(-1)
                 out.index_add_(0, rows, self._product(slot, expert, x[rows]))
             return out
-        # All slots, so that no shape depends on the rows.
+        # All slots are computed, so that no shape depends on the rows.
         for slot in range(self._context.max_loras):
-            # Selected: an adapter that is not finite must reach no other row, and 0 * NaN is NaN.
+            # Selected, not multiplied by a mask: non-finite values of an adapter must not reach
+            # other rows, and 0 * NaN is NaN.
             is_own = (slots == slot).unsqueeze(-1)
             out = out + torch.where(is_own, self._product(slot, expert, x), 0)
         return out
@@ -61,7 +62,7 @@ class ExpertSlots:
         return torch.cat(deltas, dim=-1)
 
     def stage(self, weights: Sequence[LowRank]) -> list[Tensor]:
-        """What `set` copies. A module without experts has a single place for them."""
+        """Tensors that `set` copies. A module without experts is stored as expert 0."""
         a = torch.zeros((1, *self.a.shape[1:]), dtype=self._context.dtype)
         b = torch.zeros((1, *self.b.shape[1:]), dtype=self._context.dtype)
         for weight in weights:
@@ -79,8 +80,8 @@ class ExpertSlots:
 
 
 class RouterSlots(ExpertSlots):
-    """The slots of a router, or of the gate of a shared expert, which may run in another dtype than
-    the adapters."""
+    """Slots of a router or of a shared expert's gate, which may run in another dtype than the
+    adapters."""
 
     def __init__(self, in_features: int, out_features: int, context: LoRAContext) -> None:
         super().__init__(1, in_features, [out_features], context)
@@ -93,7 +94,7 @@ class RouterSlots(ExpertSlots):
 
 
 class LoRAMoEMethod:
-    """A MoEMethod of plain operations, with the adapters' products."""
+    """MoEMethod of plain torch operations that adds the adapters' products."""
 
     def __init__(
         self, base: MoEMethod, context: LoRAContext, w13: ExpertSlots, w2: ExpertSlots
@@ -131,7 +132,7 @@ class LoRAMoEMethod:
         return out.to(hidden.dtype)
 
     def _expert(self, layer: ExpertsLayer, index: int, x: Tensor, slots: Tensor) -> Tensor:
-        """(T, hidden) to the same, in float32."""
+        """Output (T, hidden) float32 of an expert for `x` (T, hidden)."""
         w13, w2 = weights_of(layer, index, x.dtype)
         w13_bias, w2_bias = (
             None if bias is None else bias[index]
@@ -145,15 +146,15 @@ class LoRAMoEMethod:
 def wrap_experts(
     experts: Experts, context: LoRAContext, hidden_size: int
 ) -> dict[str, ExpertSlots]:
-    """Add adapters to routed experts; their slots, by the names of the two products. Raises
-    ConfigError."""
+    """Add adapters to routed experts. Returns their slots by product name. Raises ConfigError if
+    only a fused operator can read the experts' weights."""
     if experts.w13_weight is None and experts.quantized_weights is None:
         raise ConfigError(
             "--lora-extra-targets has experts, whose weights only a fused operator can read here: "
             "leave them out"
         )
     inner = experts.expert_cost // (3 * hidden_size)
-    # Interleaved rows of gate and up make a single output.
+    # Interleaved rows of gate and up form a single output.
     sizes = [2 * inner] if experts.activation_name == SWIGLU_OAI else [inner, inner]
     w13 = ExpertSlots(experts.num_experts, hidden_size, sizes, context)
     w2 = ExpertSlots(experts.num_experts, inner, [hidden_size], context)

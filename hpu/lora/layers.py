@@ -1,8 +1,8 @@
-"""Adds adapters to the layers of a loaded model: wraps what linear layers multiply by, the token
-embedding, and the experts.
+"""Adds LoRA adapters to the layers of a loaded model: wraps the methods and kernels of linear
+layers, the token embedding, and the experts.
 
-The head has a product of its own: its low-rank inputs travel behind the hidden states, as further
-columns, so that rows can be selected and sampled without knowing their adapters.
+The head is different: its low-rank inputs are appended to the hidden states as extra columns, so
+that rows can be selected and sampled without knowing their adapters.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from hpu.quantization.base import LinearLayer, LinearMethod
 
 
 class LoRALinearMethod:
-    """Another method's product, plus the adapters' low-rank products."""
+    """LinearMethod that adds the adapters' low-rank products to another method's product."""
 
     def __init__(self, base: LinearMethod, slots: Slots) -> None:
         self._base = base
@@ -36,7 +36,7 @@ class LoRALinearMethod:
 
 
 class LoRAKernel:
-    """The same for the kernel of a back end."""
+    """Kernel that adds the adapters' low-rank products to another kernel's product."""
 
     def __init__(self, base: Kernel, slots: Slots) -> None:
         self.base = base
@@ -47,7 +47,7 @@ class LoRAKernel:
 
 
 def wrap_linear(layer: LinearBase, slots: Slots) -> None:
-    """Add `slots` to the products of `layer` from now on."""
+    """Make `layer` add the products of `slots`."""
     layer.adds_adapters = True
     if layer.kernel is not None:
         layer.use_kernel(LoRAKernel(layer.kernel, slots))
@@ -56,8 +56,8 @@ def wrap_linear(layer: LinearBase, slots: Slots) -> None:
 
 
 class HeadSlots:
-    """Slots of the head. `extend` computes the inputs of the second product, in the forward pass,
-    and puts them behind the hidden states; the head's product takes them from there."""
+    """Slots of the head. `extend` computes the inputs of the second product in the forward pass and
+    appends them to the hidden states; the head's product reads them from there."""
 
     def __init__(self, slots: GroupedSlots | StackedSlots, context: LoRAContext) -> None:
         self._slots = slots
@@ -68,12 +68,12 @@ class HeadSlots:
         return torch.cat((hidden, self._slots.low_rank(hidden)), dim=-1)
 
     def product(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Logits of extended hidden states (M, hidden + slots * rank), or without adapters of
-        others (M, hidden)."""
+        """Logits of extended hidden states (M, hidden + slots * rank), or of hidden states without
+        adapters (M, hidden)."""
         size = self._slots.in_features
         if x.shape[-1] == size:
             return base(x)
-        # Contiguous: kernels read rows by their addresses.
+        # Contiguous: kernels read rows by address.
         out = base(x[..., :size].contiguous())
         return self._slots.add_low_rank(x[..., size:], out)
 
@@ -94,7 +94,7 @@ class _HeadMethod:
 
 
 def wrap_head(head: ParallelLMHead, slots: HeadSlots) -> None:
-    """From now on the head takes extended hidden states."""
+    """Make the head accept extended hidden states."""
     kernel = head.kernel
     if kernel is not None:
         head.use_kernel(lambda x: slots.product(kernel, x))
@@ -103,7 +103,7 @@ def wrap_head(head: ParallelLMHead, slots: HeadSlots) -> None:
 
 
 class EmbeddingSlots:
-    """Low-rank tables: of a token the rows of `a`, times `b`."""
+    """Low-rank embedding tables: the row of `a` for each token, times `b`."""
 
     def __init__(
         self, slots: GroupedSlots | StackedSlots, context: LoRAContext, multiplier: float
@@ -113,7 +113,8 @@ class EmbeddingSlots:
         self._multiplier = multiplier
 
     def hook(self, module: nn.Module, args: tuple[Any, ...], hidden: Tensor) -> Tensor:
-        """For VocabParallelEmbedding: adds the adapters' part to what it looked up."""
+        """Forward hook of VocabParallelEmbedding: adds the adapters' vectors to the looked-up
+        embeddings."""
         (ids,) = args
         slots = self._slots
         if self._context.slots is None:

@@ -45,21 +45,21 @@ Forward = Callable[[Tensor, AttentionInputs], Tensor]
 
 
 class Staged(NamedTuple):
-    """An adapter in host memory, ready to be put into slots."""
+    """An adapter in host memory, ready to be copied to slots."""
 
     layers: dict[str, list[Tensor]]
-    """By the path of the layer: as Slots.set takes them."""
+    """Tensors for Slots.set, by layer path."""
     packed: Mapping[str, Any]
-    """By the name of a compiled model's product: as CompiledAdapters.set takes them."""
+    """Tensors for CompiledAdapters.set, by product name."""
 
 
 NOTHING = Staged({}, {})
 
 
 class LoRAManager:
-    """The adapters of one worker. Adapters are read on a thread; everything else belongs to the
-    thread of the worker. The engine says which adapter is read, dropped, and put into which slot;
-    all ranks get the same calls."""
+    """The adapters of a worker. A thread reads adapters; all other methods run on the worker's
+    thread. The engine decides which adapter is read, dropped, and put into which slot; all ranks
+    get the same calls."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class LoRAManager:
         expert_group: ProcessGroup = SINGLE,
         download_dir: str | None = None,
     ) -> None:
-        """Wraps the layers of `model`, which is prepared for its device. `download_dir`: of models
-        of the hub. Raises ConfigError."""
+        """Wrap the layers of `model`, which is already prepared for its device. `download_dir`:
+        folder of models from the hub. Raises ConfigError."""
         self._config = config
         self._base = BaseModules(facts)
         self._backend = backend
@@ -97,20 +97,21 @@ class LoRAManager:
         self._is_grouped = is_grouped
         self._copy: CopySlot = backend.compiled(_copy_slot)
         self.slots: dict[str, Slots] = {}
-        """By the path of the layer."""
+        """Slots by layer path."""
         self._head: HeadSlots | None = None
         self._compiled: CompiledAdapters | None = None
         self._compiled_names: dict[str, str] = {}
-        """Of layers whose adapters the compiled decoder multiplies: path -> its name for them."""
+        """Product names of layers whose adapters the compiled decoder multiplies, by layer path."""
         self._wrap(model, facts)
         self._host: dict[str, Future[Staged]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="lora")
         self._loaded: deque[AdapterLoaded] = deque()
         self._has_loaded = threading.Event()
         self.on_loaded: Callable[[], None] = lambda: None
-        """Called on the reading thread when `take_loaded` has something new."""
+        """Called on the reading thread when `take_loaded` has a new result."""
         self._copied: deque[tuple[Event, Staged]] = deque()
-        """Host tensors that copies may still read."""
+        """Host tensors that copies may still read, with the event after which they are no longer
+        read."""
         logger.info(
             "LoRA: %d slots of rank %d in %d layers, %.3f GiB%s",
             config.max_loras,
@@ -122,14 +123,14 @@ class LoRAManager:
 
     @property
     def num_bytes(self) -> int:
-        """Of the stacked matrices."""
+        """Bytes of the stacked matrices."""
         stacked = (
             one for one in self.slots.values() if isinstance(one, StackedSlots | ExpertSlots)
         )
         return sum(one.num_bytes for one in stacked)
 
     def forward_of(self, forward: Forward) -> Forward:
-        """`forward`, which its launch's adapters are set for."""
+        """`forward`, with the adapters of each launch set in the context first."""
         context, head = self.context, self._head
 
         def run(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -144,8 +145,8 @@ class LoRAManager:
         return run
 
     def load(self, message: LoadAdapter) -> None:
-        """Start to read an adapter, unless its content is there or being read. `take_loaded` tells
-        each call when it is there."""
+        """Start to read an adapter, unless its content is already loaded or being read.
+        `take_loaded` returns a result for each call."""
         future = self._host.get(message.content)
         if future is None:
             future = self._host[message.content] = self._pool.submit(self._read, message)
@@ -155,7 +156,7 @@ class LoRAManager:
                 return
             error = read.exception()
             if error is not None and self._host.get(message.content) is read:
-                # Other ranks may have read it: all try again when it is asked for again.
+                # Other ranks may have read it: all ranks retry at the next request.
                 del self._host[message.content]
             text = None if error is None else str(error)
             if error is not None and not isinstance(error, ConfigError):
@@ -168,15 +169,15 @@ class LoRAManager:
         future.add_done_callback(done)
 
     def drop(self, content: str) -> None:
-        """Forget an adapter in host memory; it may stay in a slot."""
+        """Drop an adapter from host memory; it may stay in a slot."""
         self._host.pop(content, None)
 
     def clear(self) -> None:
-        """Forget all adapters in host memory, of which none is being read."""
+        """Drop all adapters from host memory. No adapter may be being read."""
         self._host.clear()
 
     def take_loaded(self) -> list[AdapterLoaded]:
-        """What was read, or could not be, since the last call."""
+        """Results of reads since the last call: loaded adapters and errors."""
         self._has_loaded.clear()
         loaded = []
         while self._loaded:
@@ -184,11 +185,11 @@ class LoRAManager:
         return loaded
 
     def wait_loaded(self, timeout_s: float) -> None:
-        """Wait until `take_loaded` has something, at most so long."""
+        """Wait until `take_loaded` has a result, at most `timeout_s`."""
         self._has_loaded.wait(timeout_s)
 
     def activate(self, slots: Sequence[int], contents: Sequence[str]) -> None:
-        """Copy adapters in host memory to slots, in the order of the launches."""
+        """Copy adapters from host memory to slots, in order with the launches."""
         for slot, content in zip(slots, contents, strict=True):
             staged = self._host[content].result()
             self._copy_to(slot, staged)
@@ -198,15 +199,15 @@ class LoRAManager:
                 self._copied.append((self._backend.event(), staged))
 
     def warm_up(self) -> None:
-        """Run the copies of a slot once, so that none compiles later."""
+        """Run the copies of a slot once, so that no copy compiles later."""
         if not self._is_grouped:
-            # What made the slots is no part of the first copy's recipe.
+            # Keeps the creation of the slots out of the first copy's recipe.
             self._backend.mark_step()
             self._copy_to(0, NOTHING)
             self._backend.synchronize()
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the reading thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _copy_to(self, slot: int, staged: Staged) -> None:
@@ -235,7 +236,7 @@ class LoRAManager:
         by_layer: dict[str, list[LowRank]] = {}
         for weight in rank_weights(loaded, self._at, self._dtype):
             by_layer.setdefault(weight.layer, []).append(weight)
-        # A pipeline stage has some of the layers.
+        # A pipeline stage has only some of the layers.
         layers = {
             path: self.slots[path].stage(weights)
             for path, weights in by_layer.items()
@@ -253,7 +254,7 @@ class LoRAManager:
         routers = {gate for one in model.modules() if isinstance(one, MoE) for gate in one.gates}
         compiled = model.adapter_products() if isinstance(model, TakesAdapters) else {}
         for path, module in list(model.named_modules()):
-            # Back ends put faster forms around the model.
+            # Backends may wrap the model in a faster module.
             path = path.removeprefix("model.") if path.startswith("model.model.") else path
             if isinstance(module, ParallelLMHead):
                 if HEAD in self.extra_targets:
@@ -311,8 +312,8 @@ class LoRAManager:
 def keep_adapted_experts(
     config: LoRAConfig, facts: ModelConfig, model: nn.Module, download_dir: str | None
 ) -> None:
-    """Before `model` is prepared for its device: where experts take adapters, no fused operator may
-    replace their products. Raises ConfigError."""
+    """Prevent fused operators from replacing the experts' products if experts have adapters. Called
+    before `model` is prepared for its device. Raises ConfigError."""
     if EXPERTS not in extra_targets(config, BaseModules(facts), download_dir):
         return
     for module in model.modules():

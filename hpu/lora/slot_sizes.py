@@ -1,6 +1,6 @@
-"""Memory of the adapter slots of a card, from the model's config alone. Imports no torch.
+"""Memory of the adapter slots of a card, computed from the model's config. Imports no torch.
 
-A test compares it with the slots that LoRAManager makes.
+A test compares it with the slots that LoRAManager creates.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ from hpu.model_loader.size_estimate import stage_entries
 def adapter_slot_bytes(
     config: EngineConfig, facts: ModelConfig, *, at: ShardRank, width: int, stage: Stage
 ) -> int:
-    """Bytes of the slots of --max-loras adapters on the rank `at` of a pipeline stage, `width`
-    bytes a number; 0 without --enable-lora. Raises ConfigError for an adapter of --lora-modules
+    """Bytes of the slots of --max-loras adapters on rank `at` of a pipeline stage, with `width`
+    bytes per number; 0 without --enable-lora. Raises ConfigError for an adapter of --lora-modules
     that cannot be read."""
     lora = config.lora
     if not lora.enable_lora:
@@ -40,7 +40,7 @@ def adapter_slot_bytes(
 
 
 def _tied_heads(entries: list[WeightSpec]) -> Iterator[WeightSpec]:
-    """The head that shares the weights of the token embedding."""
+    """Specs of the head that shares the weights of the token embedding."""
     for spec in entries:
         module = module_of(spec)
         if module is not None and module.kind == EMBEDDING:
@@ -50,7 +50,7 @@ def _tied_heads(entries: list[WeightSpec]) -> Iterator[WeightSpec]:
 def _numbers(
     spec: WeightSpec, targets: tuple[str, ...], at: ShardRank, rank: int, shards: int
 ) -> int:
-    """Numbers of one slot for the weight `spec`: `rank` rows of its inputs and of its outputs."""
+    """Elements of a slot for the weight `spec`: `rank` rows of its inputs and of its outputs."""
     module = module_of(spec)
     if module is None or spec.mxfp4 == "scales" or not _has_slots(module, targets):
         return 0
@@ -58,7 +58,7 @@ def _numbers(
     if shard is None:
         return 0
     if module.kind == EMBEDDING:
-        # The table of an adapter has all tokens on each rank.
+        # The embedding table of an adapter has all tokens on each rank.
         return rank * (spec.shape[0] + spec.shape[1])
     own = shard.spec
     count = own.num_experts or 1
@@ -76,5 +76,5 @@ def _numbers(
 def _has_slots(module: BaseModule, targets: tuple[str, ...]) -> bool:
     if module.kind in EXTRA_TARGETS:
         return module.kind in targets
-    # Decodes have kv_b_proj in other weights.
+    # Decodes use kv_b_proj in absorbed form, so it has no slots.
     return not module.name.endswith(".kv_b_proj")

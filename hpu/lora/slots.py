@@ -1,8 +1,8 @@
-"""The slots of one linear layer or embedding, and the products with what is in them.
+"""LoRA slots of a linear layer or embedding, and their low-rank products.
 
 GroupedSlots, for a CPU, multiplies the rows of each adapter by the matrices of that adapter.
-StackedSlots, for cards, multiplies all rows by the matrices of all slots, and between the two
-products selects the row's own slot: no shape and no address depends on the rows, so any mix of
+StackedSlots, for cards, multiplies all rows by the matrices of all slots and selects each row's own
+slot between the two products: shapes and addresses do not depend on the rows, so any mix of
 adapters runs in the same graph.
 """
 
@@ -18,35 +18,36 @@ from hpu.lora.adapter_weights import LowRank
 from hpu.lora.context import LoRAContext
 
 CopySlot = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(stack (slots, ...), index (1), what is copied there (1, ...)) to the stack."""
+"""Copies the source (1, ...) to the index (1) of the stack (slots, ...) and returns the stack."""
 
 
 class LayerShape(NamedTuple):
-    """Of a layer on this rank."""
+    """Sizes of a layer on this rank."""
 
     in_features: int
     output_sizes: tuple[int, ...]
 
 
 class Slots(Protocol):
-    """What a layer adds to its own product."""
+    """Adapter slots of a layer."""
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
-        """`out` (B, Q, out) plus the low-rank products of `x` (B, Q, in). May write to `out`."""
+        """Add the low-rank products of `x` (B, Q, in) to `out` (B, Q, out). May write to `out`."""
         ...
 
     def stage(self, weights: Sequence[LowRank]) -> "list[Tensor]":
-        """Host tensors of an adapter's weights for this layer, as `set` takes them: made on the
-        thread that reads them."""
+        """Host tensors of an adapter's weights for this layer, in the format of `set`. Runs on the
+        thread that reads the adapter."""
         ...
 
     def set(self, slot: int, staged: "list[Tensor]") -> None:
-        """Put an adapter into a slot; of one without weights for the layer, an empty list."""
+        """Put an adapter into a slot; `staged` is empty if the adapter has no weights for the
+        layer."""
         ...
 
 
 class GroupedSlots:
-    """For a CPU: holds the matrices of the adapters themselves, without padding."""
+    """Slots for a CPU: hold the matrices of the adapters without padding."""
 
     def __init__(self, shape: LayerShape, context: LoRAContext) -> None:
         self._context = context
@@ -72,7 +73,7 @@ class GroupedSlots:
         return out
 
     def low_rank(self, x: Tensor) -> Tensor:
-        """(B, Q, in) to (B, Q, slots * rank): the first product alone, for `add_low_rank`."""
+        """First product only: (B, Q, in) to (B, Q, slots * rank), for `add_low_rank`."""
         context = self._context
         out = x.new_zeros((*x.shape[:-1], context.max_loras, context.max_rank))
         for slot, rows in context.groups:
@@ -83,7 +84,7 @@ class GroupedSlots:
         return out.flatten(-2)
 
     def add_low_rank(self, t: Tensor, out: Tensor) -> Tensor:
-        """`out` plus the second product of what `low_rank` gave, for any rows of it."""
+        """Add the second product of `t`, any rows of the result of `low_rank`, to `out`."""
         t = t.view(*t.shape[:-1], self._context.max_loras, self._context.max_rank)
         for slot, (_, b) in self._slots.items():
             own = t[..., slot, : b.shape[1]]
@@ -93,7 +94,8 @@ class GroupedSlots:
         return out
 
     def add_looked_up(self, ids: Tensor, out: Tensor) -> Tensor:
-        """`out` (B, Q, out) plus the vectors of the tokens `ids` (B, Q) in low-rank tables."""
+        """Add the vectors of the tokens `ids` (B, Q) in the low-rank tables to `out` (B, Q,
+        out)."""
         for slot, rows in self._context.groups:
             if slot in self._slots:
                 a, b = self._slots[slot]
@@ -103,7 +105,8 @@ class GroupedSlots:
         return out
 
     def stage(self, weights: Sequence[LowRank]) -> list[Tensor]:
-        """(rank, in) and (out, rank) of each output."""
+        """Matrices (rank, in) and (out, rank) of each output, in turn; empty tensors for outputs
+        without weights."""
         if not weights:
             return []
         by_output = {one.output: one for one in weights}
@@ -121,14 +124,15 @@ class GroupedSlots:
 
 
 class StackedSlots:
-    """For cards: matrices of all slots, each of the largest rank, zero where an adapter has none.
+    """Slots for cards: stacked matrices of all slots, padded with zeros to the maximum rank.
 
-    What is not finite in an adapter reaches no row of another slot: the rows' own products with `a`
-    are selected, not multiplied by a mask, and `b` is finite (see `stage`).
+    Non-finite values of an adapter cannot reach rows of other slots: the products with `a` are
+    selected per row, not multiplied by a mask, and `b` is always finite (see `stage`).
 
-    With a `group`, whose ranks divide both matrices (fully sharded): of a column-parallel layer the
-    rank's rows of `a`, whose products are gathered; of a row-parallel one the columns of `b`,
-    for products that are summed over the ranks before."""
+    The ranks of a `group` shard both matrices (fully sharded). Column-parallel layer: the rank
+    holds its rows of `a`, whose products are gathered. Row-parallel layer: the rank holds its
+    columns of `b`, and the first products are summed over the ranks before.
+    """
 
     def __init__(
         self,
@@ -176,39 +180,39 @@ class StackedSlots:
         return out + (deltas[0] if len(deltas) == 1 else torch.cat(deltas, dim=-1))
 
     def low_rank(self, x: Tensor) -> Tensor:
-        """As GroupedSlots.low_rank."""
+        """First product only; see GroupedSlots.low_rank."""
         t = functional.linear(x, self.a.flatten(0, 1))
         return self._selected(t)
 
     def add_low_rank(self, t: Tensor, out: Tensor) -> Tensor:
-        """As GroupedSlots.add_low_rank."""
+        """Add the second product; see GroupedSlots.add_low_rank."""
         return out + torch.matmul(t, self.b[0].flatten(0, 1))
 
     def add_looked_up(self, ids: Tensor, out: Tensor) -> Tensor:
-        """As GroupedSlots.add_looked_up."""
+        """Add the looked-up vectors; see GroupedSlots.add_looked_up."""
         t = functional.embedding(ids, self.a.flatten(0, 1).t())
         return out + torch.matmul(self._selected(t), self.b[0].flatten(0, 1))
 
     def _selected(self, t: Tensor) -> Tensor:
-        """(..., slots * rank) with zeros but in the row's own slot."""
+        """(..., slots * rank) with zeros except in the row's own slot."""
         t = t.view(*t.shape[:-1], self._context.max_loras, self._rank_a)
         return torch.where(self._context.mask, t, 0).flatten(-2)
 
     def _gathered(self, t: Tensor) -> Tensor:
-        """(..., slots * outputs * rank of this rank) to the whole rank."""
+        """All-gather (..., slots * outputs * rank of this rank) to the whole rank."""
         sizes = (self._context.max_loras * self._num_outputs, self._rank_a)
         return self._group.all_gather(t.view(*t.shape[:-1], *sizes)).flatten(-2)
 
     def _scattered(self, t: Tensor) -> Tensor:
-        """(..., slots * rank), summed over the ranks, to (..., slots * rank of this rank)."""
+        """Reduce-scatter (..., slots * rank) over the ranks to (..., slots * rank of this rank)."""
         sizes = (self._context.max_loras, self._group.size, self._rank_b)
         by_rank = t.view(*t.shape[:-1], *sizes).movedim(-2, 0).contiguous()
         return self._group.reduce_scatter(by_rank).squeeze(0).flatten(-2)
 
     def stage(self, weights: Sequence[LowRank]) -> list[Tensor]:
-        """What is copied to `a` and to each of `b`, with a dimension of 1 in front. For a `b` that
-        is not finite, zeros, with NaN in its rows of `a`: the results of this adapter are not
-        numbers, and all others are, although 0 * NaN is NaN."""
+        """Tensors to copy to `a` and to each of `b`, with a leading dimension of 1. A non-finite
+        `b` is replaced by zeros, with NaN in its rows of `a`: results of this adapter become NaN,
+        while other adapters are unaffected (0 * NaN would be NaN)."""
         if not weights:
             return []
         context, rank = self._context, self._group.rank

@@ -1,1 +1,1 @@
-"""Weights from checkpoint files into parameters, and how much memory a model needs."""
+"""Loading of checkpoint files into parameters, and the memory that a model needs."""

@@ -1,4 +1,4 @@
-"""Weights in 4 bits of bitsandbytes, as its functional.dequantize_4bit decodes them."""
+"""Decoder of 4-bit bitsandbytes weights, equivalent to its functional.dequantize_4bit."""
 
 import json
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from config.model.quantization.bitsandbytes import BLOCK, NESTED_BLOCK
 
 
 def decode_flat(parts: Mapping[Role, Tensor], sizes: tuple[int, ...], module: str) -> Tensor:
-    """(out, in) float32 of the whole weight of `sizes`, from tensors as they are stored. Raises
-    CheckpointError for another shape or other blocks than those of quant_state."""
+    """Whole weight (out, in) float32 of shape `sizes`, from tensors as stored. Raises
+    CheckpointError for a shape or block size that differs from quant_state."""
     state = _state(parts["state"], module)
     expected = {"shape": list(sizes), "blocksize": BLOCK}
     scales = parts["blocks"]
@@ -31,7 +31,7 @@ def decode_flat(parts: Mapping[Role, Tensor], sizes: tuple[int, ...], module: st
                 f"quant_state of {module} has {name} {state.get(name)}, this model needs {value}"
             )
     pairs = parts["values"].flatten()
-    # The first number is in the high half.
+    # The first value is in the high half.
     values = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()
     plain = parts["codes"].flatten()[values.long()].view(-1, BLOCK) * scales.view(-1, 1)
     if not plain.isfinite().all():

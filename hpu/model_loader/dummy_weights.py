@@ -10,15 +10,15 @@ from config.model.quantization.fields import KV_SCALES
 from hpu.model_loader.loader import Progress
 
 LIMIT = 1e-3
-"""Weights are uniform between -LIMIT and LIMIT, as vLLM's dummy weights: small enough that no
+"""Weights are uniform between -LIMIT and LIMIT, like vLLM's dummy weights: small enough that no
 activation overflows float16."""
 NUM_VALUES = 1_048_573
-"""Different weights of a parameter. A prime: no row of a matrix repeats an earlier one."""
+"""Distinct values per parameter. A prime, so that no matrix row repeats an earlier row."""
 
 
 def fill_dummy(modules: Iterable[nn.Module], *, on_progress: Progress) -> None:
-    """Fill all parameters of `modules`: floats with values that depend on the parameter's name
-    alone, other dtypes with zeros. `on_progress` is as that of load_weights."""
+    """Fill all parameters of `modules`: floats with values that depend only on the parameter's
+    name, other dtypes with zeros. `on_progress`: see load_weights."""
     generator = torch.Generator().manual_seed(0)
     values = torch.empty(NUM_VALUES).uniform_(-LIMIT, LIMIT, generator=generator)
     parameters = [one for module in modules for one in module.named_parameters()]
@@ -27,7 +27,7 @@ def fill_dummy(modules: Iterable[nn.Module], *, on_progress: Progress) -> None:
     for name, parameter in parameters:
         with torch.no_grad():
             if name.endswith(KV_SCALES):
-                # Keys and values are divided by them.
+                # Keys and values are divided by their scales.
                 parameter.fill_(1)
             else:
                 _fill(parameter, values, zlib.crc32(name.encode()) % NUM_VALUES)
@@ -36,11 +36,11 @@ def fill_dummy(modules: Iterable[nn.Module], *, on_progress: Progress) -> None:
 
 
 def _fill(parameter: Tensor, values: Tensor, first: int) -> None:
-    """Fill `parameter` with `values`, from number `first` on, again and again."""
+    """Fill `parameter` with `values` cyclically, starting at index `first`."""
     if not parameter.is_floating_point():
         parameter.zero_()
         return
-    # On a lazy device each write to a part of a parameter would copy the whole of it.
+    # On a lazy device each write to a part of a parameter copies the whole parameter.
     on_host = parameter.device.type == "cpu" and parameter.is_contiguous()
     target = parameter if on_host else torch.empty(parameter.shape, dtype=parameter.dtype)
     flat, converted = target.view(-1), values.roll(-first).to(parameter.dtype)

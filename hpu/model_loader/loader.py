@@ -1,5 +1,5 @@
-"""Weights from safetensors into a model's parameters, a tensor at a time, never from pickles. Of
-tensors that ranks divide each rank reads its shard."""
+"""Loads weights from safetensors into a model's parameters, tensor by tensor, never from pickles.
+Each rank reads only its shard of a sharded tensor."""
 
 import logging
 import math
@@ -40,7 +40,7 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Names in the files -> dtypes of weights."""
+"""Dtypes of weights, by their safetensors names."""
 MXFP4_DTYPE = "U8"
 QUANTIZED_DTYPES = {
     "I8": torch.int8,
@@ -50,25 +50,25 @@ QUANTIZED_DTYPES = {
     MXFP4_DTYPE: torch.uint8,
     **DTYPES,
 }
-"""Likewise, of the tensors of quantized weights."""
+"""Dtypes of the tensors of quantized weights, by their safetensors names."""
 MAX_NAMES_IN_ERROR = 5
 MIN_MAPPED_BYTES = 2**20
 GIB = 2**30
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are loaded and the total, once for each tensor."""
+"""Called once per tensor with the loaded bytes and the total bytes."""
 
 
 class Loadable(Protocol):
-    """A model, or several that share a checkpoint."""
+    """A model, or several models that share a checkpoint."""
 
     @property
     def weight_map(self) -> WeightMap:
-        """The tensors that the checkpoint must hold."""
+        """The tensors that the checkpoint must contain."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters by the paths that `weight_map` names."""
+        """Parameters by their paths in `weight_map`."""
         ...
 
 
@@ -81,14 +81,14 @@ def load_weights(
     expert_group: ProcessGroup = SINGLE,
     is_stage: bool = False,
 ) -> int:
-    """Fill `model` from the safetensors in folder `path`, converting dtypes on the way. Returns the
-    bytes of the tensors that were read: of sharded parameters only the shard of this rank of the
-    tensor-parallel `group`, and of `expert_group`, if experts are distributed over one; of a
-    pipeline stage (`is_stage`) the tensors of its own parameters.
+    """Fill `model` from the safetensors in folder `path`, converting dtypes. Returns the bytes that
+    were read: for sharded parameters only the shard of this rank of the tensor-parallel `group`,
+    and of `expert_group` if experts are distributed; for a pipeline stage (`is_stage`) only the
+    tensors of its own parameters.
 
-    Tensors that a parameter in host memory takes as they are are read into it. Of the others, at
-    most those of one file are in memory at once. CheckpointError, before anything is read, names
-    the tensors that are missing, left over or of another shape.
+    Tensors that match a parameter in host memory are read directly into it. Of all other tensors,
+    at most a single file's are in memory at a time. Raises CheckpointError with the names of
+    missing, unexpected and misshapen tensors before anything is read.
     """
     parameters = dict(model.named_parameters())
     at = shard_rank(group, expert_group)
@@ -119,7 +119,7 @@ def load_weights(
                     quantized.add(one, read.target, file)
                 elif filler.place(parameters[spec.parameter], spec, read.target.dtype) is None:
                     filler.fill(parameters[spec.parameter], spec, read.target)
-                # Freed before the next file is read.
+                # Release the memory before the next file is read.
                 del read
                 loaded += one.num_bytes
                 bar.update(one.num_bytes)
@@ -132,22 +132,22 @@ def load_weights(
 
 
 def fill_parameter(parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
-    """Copy `tensor`, of the checkpoint's order, into the part of `parameter`, on the host, that it
-    fills; of sharded parameters the tensor is this rank's part."""
+    """Copy `tensor`, in the checkpoint's order, into the part of the host `parameter` that it
+    fills. For a sharded parameter `tensor` is this rank's part."""
     _Filler().fill(parameter, spec, tensor)
 
 
 class _Source(NamedTuple):
-    """A tensor of a file, and what this rank reads of it."""
+    """A tensor of a file, and the part of it that this rank reads."""
 
     stored: StoredTensor
     shard: Shard
     whole: WeightSpec
-    """Of all ranks."""
+    """The tensor's spec over all ranks."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the shard."""
+        """Bytes of the shard."""
         dim, intervals = self.shard.stored
         if intervals is None:
             return self.stored.num_bytes
@@ -159,7 +159,8 @@ def _length(intervals: Iterable[Interval]) -> int:
 
 
 def _as_kept(shard: Shard | None, parameters: Mapping[str, Tensor]) -> Shard | None:
-    """`shard`; of MXFP4 that the model keeps, as the parameter that the tensor fills as it is."""
+    """`shard`, with the spec of the MXFP4 parameter if the model keeps this MXFP4 tensor
+    unconverted."""
     if shard is None or shard.spec.mxfp4_parameter not in parameters:
         return shard
     parameter = shard.spec.mxfp4_parameter
@@ -173,8 +174,8 @@ def _is_here(spec: WeightSpec, parameters: Mapping[str, Tensor]) -> bool:
 
 
 class _QuantizedWeights:
-    """Fills the parameters of linear layers that keep their weights quantized, and the weights of
-    others, dequantized, once all tensors of one are there."""
+    """Fills parameters of layers that stay quantized; other quantized weights are dequantized once
+    all tensors of their module are read."""
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class _QuantizedWeights:
         self._parameters = parameters
         self._filler = filler
         self._missing: dict[str, int] = {}
-        """Of modules that have been read in part, or not at all: how many tensors are not there."""
+        """Unread tensors per module."""
         for sources in files:
             for spec in (own.spec for one in sources for own in one.shard.each_expert()):
                 if spec.part is not None:
@@ -193,7 +194,7 @@ class _QuantizedWeights:
         self._found: dict[str, dict[Role, Tensor]] = {}
 
     def add(self, source: "_Source", tensor: Tensor, file: Path) -> None:
-        """`tensor`: as it was read. Raises CheckpointError for impossible values."""
+        """Add `tensor`, as read from the file. Raises CheckpointError for invalid values."""
         check_part(tensor, source.shard, f"{source.stored.name} in {file}", source.whole.shape)
         count = source.shard.spec.num_experts
         tensors: Iterable[Tensor] = (tensor,) if count is None else tensor
@@ -201,7 +202,7 @@ class _QuantizedWeights:
             self._add(shard, own, source.whole)
 
     def _add(self, shard: Shard, tensor: Tensor, whole: WeightSpec) -> None:
-        """`whole`: as that of _Source."""
+        """Add the tensor of a single weight. `whole`: see _Source."""
         spec = shard.spec
         assert spec.part is not None and spec.scheme is not None
         role = spec.part.role
@@ -230,7 +231,7 @@ class _QuantizedWeights:
     def _fill(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
         assert spec.part is not None and spec.scheme is not None
         if spec.part.role == "groups":
-            # A row for each output of the layer.
+            # Group indices have a row for each output of the layer.
             own = parameter if spec.expert is None else parameter[spec.expert]
             with torch.no_grad():
                 own[list(spec.outputs) or [0]] = tensor.to(parameter.dtype)
@@ -241,7 +242,7 @@ class _QuantizedWeights:
 
 
 def _part_of(whole: Tensor, shard: Shard) -> Tensor:
-    """`shard` of a weight (out, in)."""
+    """The part `shard` of a weight (out, in)."""
     if shard.intervals is None:
         return whole
     return torch.cat([whole.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
@@ -256,7 +257,7 @@ def _reads(
     parameters: Mapping[str, Tensor],
     filler: "_Filler",
 ) -> Iterator[Read]:
-    """Where each tensor is read to: its parameter, or memory of its own."""
+    """Read targets: the parameter itself if the bytes match, else a temporary tensor."""
     for source in tensors:
         stored, spec = source.stored, source.shard.spec
         dim, intervals = source.shard.stored
@@ -273,8 +274,8 @@ def _reads(
 
 
 def _own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An empty tensor whose memory goes back to the system with it. What malloc gives stays in the
-    process, in pieces that the next tensors may not fit in."""
+    """Uninitialised tensor whose memory returns to the system when it is freed. Memory from malloc
+    stays in the process, in pieces that may be too small for later tensors."""
     size = math.prod(shape) * dtype.itemsize
     if size < MIN_MAPPED_BYTES:
         return torch.empty(shape, dtype=dtype)
@@ -284,7 +285,7 @@ def _own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _match(
     weight_map: WeightMap, folder: Path
 ) -> dict[Path, list[tuple[StoredTensor, WeightSpec]]]:
-    """The tensors of each file that the model needs. One error for all that do not fit."""
+    """Needed tensors of each file. All tensors that do not match are reported in a single error."""
     headers = {file: read_header(file) for file in weight_files(folder)}
     shapes = {
         weight_map.map_name(stored.name): stored.shape
@@ -304,7 +305,7 @@ def _match(
             name = weight_map.map_name(stored.name)
             spec = specs.get(name) or optional.get(name)
             if spec is not None and spec.is_kv_scale:
-                # One tensor, whatever its name.
+                # A KV scale is a single tensor under several possible names.
                 name = spec.parameter
             if spec is None:
                 num_outside += name.startswith(OUTSIDE)
@@ -368,29 +369,28 @@ def _mismatches(spec: WeightSpec, stored: StoredTensor, file: Path) -> Iterator[
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first of `names`, and how many more there are."""
+    """The first of `names`, and the number of names that are not shown."""
     more = len(names) - MAX_NAMES_IN_ERROR
     shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 class _Filler:
-    """Copies tensors into parameters; of sharded parameters the tensors are this rank's parts.
+    """Copies tensors into parameters; for sharded parameters the tensors are this rank's parts.
 
-    A parameter that several tensors fill, and that is not in the host's memory, is put together
-    there and copied once: on a lazy device each write to a part of it would copy the whole
-    parameter.
+    A device parameter that is filled by several tensors is assembled on the host and copied once:
+    on a lazy device each write to a part of a parameter copies the whole parameter.
     """
 
     def __init__(self) -> None:
         self._unfinished: dict[str, tuple[Tensor, int]] = {}
-        """Path of a parameter -> its copy on the host, and how many elements of it are filled."""
+        """Parameter path -> its host copy, and the number of filled elements."""
         self._halves: dict[str, tuple[WeightSpec, Tensor]] = {}
-        """Path of a parameter -> the half of its MXFP4 that came first."""
+        """Parameter path -> the first half (blocks or scales) of its MXFP4 weight."""
 
     def place(self, parameter: Tensor, spec: WeightSpec, dtype: torch.dtype) -> Tensor | None:
-        """The part of `parameter` that the bytes of a tensor of `dtype` fill as they are; None if
-        they have to be copied there."""
+        """The part of `parameter` into which the bytes of a tensor of `dtype` can be read directly;
+        None if a copy is needed."""
         if parameter.device.type != "cpu" or dtype != parameter.dtype or not spec.is_stored_as_is:
             return None
         part = parameter.detach()
@@ -406,7 +406,7 @@ class _Filler:
         return part if part.is_contiguous() else None
 
     def fill(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
-        """Copy `tensor` into the part of `parameter` that it holds."""
+        """Copy `tensor` into its part of `parameter`."""
         with torch.no_grad():
             if spec.mxfp4:
                 self._fill_mxfp4(parameter, spec, tensor)
@@ -415,13 +415,14 @@ class _Filler:
             if parameter.device.type == "cpu":
                 self._fill_part(parameter, spec, _parts(spec, tensor))
             elif (spec.output_sizes, spec.expert, spec.num_experts) == ((), None, None):
-                # Converted here: on the device that would need memory for both types.
+                # Converted on the host: on the device the conversion would need memory for both
+                # dtypes.
                 parameter.copy_(_filled_up(spec, tensor, parameter).to(parameter.dtype))
             else:
                 self._collect(parameter, spec, _parts(spec, tensor), spec.num_elements())
 
     def _fill_mxfp4(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
-        """Once both halves are there, dequantize one expert after the other."""
+        """Store the first half; with the second half, dequantize expert by expert."""
         if spec.parameter not in self._halves:
             self._halves[spec.parameter] = spec, tensor
             return
@@ -467,7 +468,7 @@ class _Filler:
 
 
 def _filled_up(spec: WeightSpec, tensor: Tensor, parameter: Tensor) -> Tensor:
-    """`tensor`, with rows of zeros behind it as far as `parameter` has more."""
+    """`tensor`, padded with zero rows to the size of `parameter`."""
     missing = parameter.shape[0] - tensor.shape[0] if spec.rounds_up else 0
     if not missing:
         return tensor
@@ -475,12 +476,12 @@ def _filled_up(spec: WeightSpec, tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _parts(spec: WeightSpec, tensor: Tensor) -> Iterable[Tensor]:
-    """The tensors of all experts, if `tensor` stacks them; else the whole one."""
+    """The tensor of each expert if `tensor` stacks experts; else `tensor` alone."""
     return tensor if spec.num_experts is not None else (tensor,)
 
 
 def _as_stored(spec: WeightSpec, tensor: Tensor) -> Tensor:
-    """`tensor` of a checkpoint in the order and with the values of the whole parameter."""
+    """Checkpoint `tensor` in the order and with the values of the whole parameter."""
     if spec.leading_rows is not None:
         tensor = tensor[: spec.leading_rows]
     if spec.transposed:
@@ -497,15 +498,15 @@ def _as_stored(spec: WeightSpec, tensor: Tensor) -> Tensor:
 
 
 def _ungrouped(tensor: Tensor, spec: WeightSpec, num_groups: int) -> Tensor:
-    """`tensor` with its outputs behind each other."""
+    """`tensor` with grouped outputs reordered to contiguous outputs."""
     sizes = [spec.output_sizes[output] // num_groups for output in spec.outputs]
     parts = tensor.reshape(num_groups, -1, *tensor.shape[1:]).split_with_sizes(sizes, dim=1)
     return torch.cat([part.flatten(0, 1) for part in parts])
 
 
 def _in_halves(tensor: Tensor, spec: WeightSpec, size: int) -> Tensor:
-    """`tensor` of heads with the first of each two neighbours that are rotated together in front of
-    all of the second."""
+    """De-interleave rotary dimensions: within a head, the first elements of all rotated pairs
+    precede the second elements."""
     dim, start = spec.interleaved_dim, spec.interleaved_start
     end, rotated_end = start + size, start + (spec.rotated_size or size)
     heads = tensor.reshape(*tensor.shape[:dim], -1, end, *tensor.shape[dim + 1 :])

@@ -1,4 +1,4 @@
-"""Model weights in host memory, while a worker sleeps."""
+"""Model weights in host memory during sleep mode."""
 
 from collections.abc import Iterable
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 OffloadedWeights = list[dict[str, Tensor]]
-"""Of each module, its parameters by name, on the host. Tied parameters are stored once."""
+"""Parameters of each module by name, on the host. Tied parameters are stored once."""
 
 
 def offload_weights(modules: Iterable[nn.Module]) -> OffloadedWeights:
-    """Copy all parameters to the host; the modules may then be dropped."""
+    """Copy all parameters to the host. The modules may be dropped afterwards."""
     return [
         {name: parameter.detach().to("cpu") for name, parameter in module.named_parameters()}
         for module in modules
@@ -18,7 +18,8 @@ def offload_weights(modules: Iterable[nn.Module]) -> OffloadedWeights:
 
 
 def restore(offloaded: OffloadedWeights, modules: Iterable[nn.Module]) -> None:
-    """Fill modules of the same structure as those of `offload_weights`."""
+    """Fill `modules` from `offloaded`. The modules must have the structure of the offloaded
+    modules."""
     with torch.no_grad():
         for parameters, module in zip(offloaded, modules, strict=True):
             for name, parameter in module.named_parameters():

@@ -1,5 +1,5 @@
-"""Tensors of quantized weights, as their formats store them, to one form: outputs first, integers
-in bytes, scales in float32. Formats are described by config/model/quantization/."""
+"""Converts tensors of quantized weights from their stored formats to a common form: outputs first,
+integers in bytes, scales in float32. config/model/quantization/ describes the formats."""
 
 import math
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ from config.model.quantization.base import (
 )
 
 NAN_CODE = 0x7F
-"""Of e4m3, apart from the sign: not a number."""
+"""e4m3 code for NaN, without the sign bit."""
 FLAT_FLOATS = ("blocks", "codes", "nested_blocks", "nested_codes")
-"""Roles of the scales of bitsandbytes in 4 bits, and of what its codes stand for."""
+"""Roles of the scales and code tables of 4-bit bitsandbytes weights."""
 
 
 def unpack_part(tensor: Tensor, shard: Shard) -> Tensor:
-    """What `shard` is of, from `tensor`, the covering part of the stored one.
+    """The part `shard` in common form, from `tensor`, the part of the stored tensor that covers it.
 
     values: (out, in) uint8, or float8_e4m3fn; scales: (out, groups) float32; zeros: (out, groups)
     uint8; groups: (in) int64; input_scale: (out, 1) float32.
@@ -57,20 +57,20 @@ def unpack_part(tensor: Tensor, shard: Shard) -> Tensor:
 
 
 def _stored_shape(part: WeightPart, sizes: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
-    """Of the covering part."""
+    """Shape of the covering part of the stored tensor."""
     shape = list(part.shape(*sizes))
     dim, intervals = shard.stored
     if intervals is not None:
         shape[dim] = sum(end - begin for begin, end in intervals)
     whole = [dim for dim, axis in enumerate(part.axes) if axis.is_whole]
     for one in whole:
-        # As many as the file has.
+        # Whole axes keep the size in the file.
         shape[one] = -1
     return tuple(shape)
 
 
 def _unpack(tensor: Tensor, dim: int, part: WeightPart) -> Tensor:
-    """int32 to uint8, with the values of each int32 behind each other in `dim`."""
+    """Unpack int32 to uint8, with the values of each int32 consecutive in `dim`."""
     count, mask = INT32_BITS // part.bits, (1 << part.bits) - 1
     order = part.order or tuple(range(count))
     planes = [
@@ -88,8 +88,8 @@ def _cut(
     role: Role,
     scheme: WeightScheme,
 ) -> Tensor:
-    """The entries of `intervals` in `dim`, where `tensor` has the units that cover them. Of groups
-    of inputs those of `num_groups`."""
+    """Select the entries of `intervals` in `dim` from `tensor`, which holds the units that cover
+    them. Groups of inputs are split into `num_groups` groups."""
     if not axis.unit or axis.is_whole or (axis.unit == 1 and not axis.is_packed):
         return tensor
     pieces, start, unit = [], 0, axis.unit
@@ -98,7 +98,8 @@ def _cut(
         if axis.is_packed:
             pieces.append(tensor.narrow(dim, start * unit + offset, size))
         else:
-            # Outputs one by one; inputs in groups that none of which is cut.
+            # Split units into single outputs, or into the largest groups of inputs that fit the
+            # interval.
             step = 1 if axis.of == OUTPUTS else math.gcd(unit, size)
             piece = tensor.narrow(dim, start, count).repeat_interleave(unit // step, dim)
             pieces.append(piece.narrow(dim, offset // step, size // step))
@@ -107,8 +108,8 @@ def _cut(
 
 
 def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...]) -> None:
-    """Raise CheckpointError for values of the stored `tensor` that no tool writes. `where`: names
-    it and its file; `sizes`: (out, in) of the whole weight."""
+    """Raise CheckpointError for values of the stored `tensor` that no tool writes. `where` names
+    the tensor and its file; `sizes`: (out, in) of the whole weight."""
     spec = shard.spec
     part, scheme = spec.part, spec.scheme
     assert part is not None and scheme is not None
@@ -132,7 +133,8 @@ def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...])
 
 
 def check_kv_scale(tensor: Tensor, where: str) -> None:
-    """As `check_part`, for the scale of cached keys or values."""
+    """Raise CheckpointError for an invalid scale of cached keys or values. `where` names the tensor
+    and its file."""
     _check_scales(tensor, where)
     if float(tensor) < 0:
         raise CheckpointError(f"{where} is {float(tensor):g}: a scale is above 0")
@@ -151,7 +153,7 @@ def _check_finite(tensor: Tensor, where: str) -> None:
 
 
 def dequantize(parts: Mapping[Role, Tensor], scheme: WeightScheme) -> Tensor:
-    """(out, in) float32 of tensors as `unpack_part` gives them."""
+    """Dequantize tensors in the form of `unpack_part` to (out, in) float32."""
     values, scales, zeros = parts["values"], parts["scales"], parts.get("zeros")
     weight, in_features = values.float(), values.shape[1]
     groups = parts.get("groups")
@@ -169,7 +171,8 @@ def dequantize(parts: Mapping[Role, Tensor], scheme: WeightScheme) -> Tensor:
 
 
 def to_pairs(values: Tensor) -> Tensor:
-    """(rows, 2 * n) uint8 below 16 to (rows, n): two in a byte, the first in its low half."""
+    """Pack (rows, 2 * n) uint8 below 16 to (rows, n): two values per byte, the first value in the
+    low half."""
     return values[:, ::2] | values[:, 1::2] << 4
 
 

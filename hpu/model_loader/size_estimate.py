@@ -1,6 +1,7 @@
-"""Memory that a model needs on each card, from its config alone: weights, KV blocks, activations.
+"""Memory that a model needs on each card, computed from its config: weights, KV blocks,
+activations.
 
-Imports no torch. A test compares the number of parameters with that of the built models.
+Imports no torch. A test compares the number of parameters with the built models.
 """
 
 import math
@@ -17,8 +18,7 @@ from config.model.window_cache import CacheSizes, ring_blocks
 from config.parallel import WHOLE, Stage
 
 EXPANDED_BYTES = 2 << 30
-"""Of quantized experts that a Gaudi expands to the model's data type at once, in each layer of a
-launch."""
+"""Bytes of quantized experts that a Gaudi dequantizes at once, in each layer of a launch."""
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -31,9 +31,9 @@ def count_parameters(
     num_engines: int = 1,
     stage: Stage = WHOLE,
 ) -> int:
-    """Parameters on each of the `num_cards` of a pipeline stage, with whole experts on each card of
-    `num_engines` together, or with a part of each expert. ConfigError for an architecture that is
-    not built in and was not counted in its files."""
+    """Parameters per card of a pipeline stage with `num_cards` cards. Experts are distributed whole
+    over the cards of `num_engines` engines, or each expert is sharded. Raises ConfigError for an
+    architecture that is not built in and whose files do not give the number of parameters."""
     if config.architecture not in ARCHITECTURES and config.num_parameters is not None:
         return config.num_parameters // num_cards
     own = _own_specs(
@@ -47,8 +47,8 @@ def count_parameters(
 
 
 def layer_bytes(config: ModelConfig, *, num_cards: int, width: int) -> list[int]:
-    """Weights of each layer of a model that is built in and not quantized, `width` bytes each, on
-    one of the `num_cards`."""
+    """Weight bytes of each layer on a card, of `num_cards`, for a built-in model without
+    quantization; `width` bytes per weight."""
     weight_map, at = decoder_weight_map(config, decoder_spec(config)), ShardRank(size=num_cards)
     shards = ([shard_of(spec, at) for spec in layer] for layer in weight_map.layers)
     return [width * sum(one.spec.num_elements() for one in own if one) for own in shards]
@@ -62,7 +62,7 @@ def _own_specs(
     num_engines: int,
     stage: Stage,
 ) -> Iterator[WeightSpec]:
-    """The tensors of one card, cut to its shards."""
+    """The tensors of a card, cut to its shards."""
     weight_map = decoder_weight_map(config, decoder_spec(config))
     expert_size = num_cards * num_engines if distributes_experts else 1
     at = ShardRank(size=num_cards, expert_size=expert_size)
@@ -73,9 +73,9 @@ def _own_specs(
 
 
 def _card_bytes(spec: WeightSpec, width: int) -> int:
-    """What the tensor takes on a Gaudi, `width` bytes for a number that is not quantized: weights
-    stay as they are, with scales of outputs for FP8; flat ones and the matrices that latent
-    attention absorbs are dequantized."""
+    """Bytes of the tensor on a Gaudi, with `width` bytes per unquantized number. Weights stay
+    quantized, FP8 weights with a scale per output; bitsandbytes weights and the matrices that
+    latent attention absorbs are dequantized."""
     scheme, part = spec.scheme, spec.part
     if scheme is None or part is None or scheme.is_flat or ".kv_b_proj." in spec.parameter:
         return spec.num_elements() * width
@@ -86,17 +86,17 @@ def _card_bytes(spec: WeightSpec, width: int) -> int:
     if part.role != "scales":
         return inputs * 4 if part.role == "groups" else 0
     if scheme.is_float:
-        # Weights that are expanded in each launch keep theirs.
+        # FP8 weights that each launch dequantizes keep the checkpoint's scales.
         return outputs * 4 * (scheme.num_groups(inputs) if scheme.activations == "none" else 1)
     if scheme.bits == 8:
         has_zeros = any(one.role == "zeros" for one in scheme.parts)
         return outputs * scheme.num_groups(inputs) * (5 if has_zeros else 4)
-    # With zero points of 4 bits, stored or not.
+    # Zero points have 4 bits and always exist on the card, stored or not.
     return outputs * scheme.num_groups(inputs) * (2 * width + 1) // 2
 
 
 def stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iterator[WeightSpec]:
-    """The tensors of a pipeline stage, as Decoder divides them."""
+    """Tensors of a pipeline stage, with the same division as Decoder."""
     for spec in weight_map.outer:
         if spec.parameter.startswith("model.embed_"):
             is_head = is_tied and stage.is_last and spec.parameter == _EMBEDDING
@@ -109,12 +109,12 @@ def stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iter
 
 
 def expanded_experts(expert_bytes: int) -> int:
-    """How many experts of `expert_bytes` in the model's data type are expanded at once."""
+    """Number of experts of `expert_bytes` (in the model's dtype) that are dequantized at once."""
     return max(1, EXPANDED_BYTES // expert_bytes)
 
 
 def _expanded_bytes(config: ModelConfig, num_cards: int, width: int) -> int:
-    """Of the experts of a layer that are expanded at once on a card."""
+    """Bytes of a layer's experts that a card dequantizes at once."""
     moe, quantization = config.moe, config.quantization
     if moe is None or quantization is None:
         return 0
@@ -125,14 +125,14 @@ def _expanded_bytes(config: ModelConfig, num_cards: int, width: int) -> int:
 
 
 def rotary_peak_bytes(config: ModelConfig, length: int) -> int:
-    """Peak memory, in float32, of building the rotary table for `length` tokens: the angles, their
+    """Peak bytes of building the rotary table for `length` tokens, in float32: the angles, their
     cosines, sines and negated sines (half of the rotated size each), and the table itself (twice
     the rotated size)."""
     return max(_rotated_sizes(config), default=0) * length * 4 * 4
 
 
 def _rotated_sizes(config: ModelConfig) -> list[int]:
-    """Of each rotary table."""
+    """Rotated size of each rotary table."""
     ropes = {"default": config.rope, "local": config.local_rope}
     used = {layer.rope for layer in _layers(config)}
     return [
@@ -143,8 +143,8 @@ def _rotated_sizes(config: ModelConfig) -> list[int]:
 
 
 def count_active_parameters(config: ModelConfig) -> int:
-    """Parameters that one token is multiplied by: of the routed experts those that it chooses, and
-    no embedding."""
+    """Parameters that a token is multiplied by: only the routed experts that it chooses, and no
+    embedding."""
     weight_map, moe = decoder_weight_map(config, decoder_spec(config)), config.moe
     active = 0
     for spec in weight_map.entries():
@@ -167,9 +167,9 @@ def weight_bytes(
     num_engines: int = 1,
     stage: Stage = WHOLE,
 ) -> int:
-    """Weights on one of the `num_cards` of a pipeline stage, `width` bytes each, as
-    count_parameters, with the rotary table for sequences of `length` tokens, and the vision tower
-    of the first stage."""
+    """Weight bytes per card of a pipeline stage with `num_cards` cards, `width` bytes per weight.
+    Parameters: see count_parameters. Includes the rotary table for `length` tokens and, on the
+    first stage, the vision tower."""
     # Cosines and sines, each of the rotated size.
     rotary = 2 * sum(_rotated_sizes(config)) * length
     tower = config.num_tower_parameters if stage.is_first else 0
@@ -199,9 +199,9 @@ def weight_bytes(
 def kv_block_bytes(
     config: ModelConfig, *, num_cards: int, width: int, block_size: int, stage: Stage = WHOLE
 ) -> int:
-    """One KV block of a stage's layers with attention on one card: keys and values of its shard of
-    the heads, or the latents, which every card has. Layers that share keys and values count once
-    where `config` has their number."""
+    """Bytes of a KV block of a stage's attention layers on a card: keys and values of the card's
+    shard of heads, or the latents, which every card has. Layers that share keys and values count
+    once if `config` gives the number of cached elements."""
     if config.cached_numbers is not None:
         return config.cached_numbers // num_cards * width * block_size
     num_layers = len(stage.layers(config.num_layers)) - len(states_of(config))
@@ -212,13 +212,13 @@ def kv_block_bytes(
 def kv_cache_sizes(
     config: ModelConfig, *, num_cards: int, width: int, block_size: int, num_seqs: int
 ) -> CacheSizes:
-    """As `kv_block_bytes`, and with rings for the layers with a window: those of `num_seqs`
-    sequences, of the index that a warm-up uses and of padding."""
+    """Cache sizes for blocks (see `kv_block_bytes`) and sliding-window rings. Rings exist for
+    `num_seqs` sequences, the warm-up index and padding."""
     token = _cached_size(config, num_cards) * width
     block = kv_block_bytes(config, num_cards=num_cards, width=width, block_size=block_size)
     limits = [layer.window or layer.chunk for layer in _layers(config)]
     if config.cached_numbers is not None:
-        # Layers that share keys and values have no rings.
+        # Models with shared keys and values have no rings.
         limits = []
     windows = [limit for limit in limits if limit is not None]
     tokens = sum(ring_blocks(window, block_size) for window in windows) * block_size
@@ -230,21 +230,21 @@ def kv_cache_sizes(
 
 
 def _cached_size(config: ModelConfig, num_cards: int) -> int:
-    """Numbers that one layer caches of a token on one card."""
+    """Elements that a layer caches per token on a card."""
     mla = latents_of(config)
     return _kv_size(config, num_cards) if mla is None else mla.latent_size
 
 
 def state_bytes(config: ModelConfig, *, width: int, num_seqs: int, num_cards: int = 1) -> int:
-    """States of `num_seqs` sequences, of the index that a warm-up uses and of padding, on one of
-    `num_cards`: the convolution's in `width` bytes a number, the others in float32."""
+    """State bytes of `num_seqs` sequences, the warm-up index and padding on a card of `num_cards`:
+    convolution states with `width` bytes per number, other states in float32."""
     states = [state.on_rank(num_cards) for state in states_of(config)]
     elements = sum(state.conv_elements * width + state.state_elements * 4 for state in states)
     return (num_seqs + 2) * elements
 
 
 def cross_tile_bytes(config: ModelConfig, *, num_cards: int, width: int) -> int:
-    """Keys and values of one tile of an image, in all layers that read images, on one card."""
+    """Bytes of the keys and values of an image tile, in all cross-attention layers, on a card."""
     if config.vision is None or config.vision.cross is None:
         return 0
     rows = config.vision.cross.embeddings_per_tile
@@ -261,9 +261,9 @@ def cross_activation_bytes(
     num_prompts: int,
     images_per_request: int,
 ) -> int:
-    """Estimate of what one layer that reads images adds to the largest launch: a prefill of
-    `num_tokens` in `num_prompts` rows or a decode of `num_seqs`, each row of which reads the tiles
-    of `images_per_request`. Scores are in float32, three times while they are normalized."""
+    """Estimated bytes that a cross-attention layer adds to the largest launch: a prefill of
+    `num_tokens` in `num_prompts` rows or a decode of `num_seqs` rows, where each row reads the
+    tiles of `images_per_request`. Float32 scores exist three times during normalization."""
     vision = config.vision
     if vision is None or vision.cross is None or not cross_layers_of(config):
         return 0
@@ -278,8 +278,8 @@ def cross_activation_bytes(
 
 
 def _kv_size(config: ModelConfig, num_cards: int) -> int:
-    """Numbers in the keys and values of a token, in one layer on one card, as attention over
-    prompts takes them: latents are expanded to all heads."""
+    """Elements of a token's keys and values in a layer on a card during prefill: latents are
+    expanded to all heads."""
     mla = latents_of(config)
     if mla is not None:
         return 2 * config.num_heads // num_cards * mla.padded_head_dim
@@ -287,7 +287,7 @@ def _kv_size(config: ModelConfig, num_cards: int) -> int:
 
 
 def _query_size(config: ModelConfig, num_cards: int) -> int:
-    """As `_kv_size`, of a token's queries."""
+    """Elements of a token's queries in a layer on a card."""
     mla = latents_of(config)
     head_dim = config.head_dim if mla is None else mla.padded_head_dim
     return config.num_heads // num_cards * head_dim
@@ -302,19 +302,19 @@ def activation_bytes(
     num_logit_rows: int,
     num_engines: int = 1,
 ) -> int:
-    """Estimate for the largest launch: one layer's activations, with the experts in 4 bits that it
-    expands, and `num_logit_rows` rows of logits in float32 with the copies that sampling makes.
-    `num_engines`: engines that share experts."""
+    """Estimated bytes of the largest launch: activations of a layer, its dequantized 4-bit experts,
+    and `num_logit_rows` rows of float32 logits with the copies made by sampling. `num_engines`:
+    engines that share experts."""
     moe = config.moe
     inner = config.intermediate_size
     if moe is not None:
         inner = max(inner, moe.top_k * moe.inner_size + moe.shared_size)
     layer = num_tokens * (6 * config.hidden_size + 3 * inner // num_cards)
     if num_engines > 1:
-        # The tokens of all engines, and what the experts add for them.
+        # Tokens of all engines, and their expert outputs.
         layer += 2 * num_engines * num_tokens * config.hidden_size
     if latents_of(config) is not None:
-        # Their heads may be several times as wide as the hidden state.
+        # The heads of latent attention may be several times as wide as the hidden state.
         layer += num_tokens * (_query_size(config, num_cards) + _kv_size(config, num_cards))
     scans = (state.on_rank(num_cards).scan_elements for state in states_of(config))
     scan = 4 * num_tokens * max(scans, default=0)
@@ -332,8 +332,8 @@ def context_bytes(
     block_size: int,
     slices: tuple[int, int] | None,
 ) -> int:
-    """Estimate of what cached context adds to the largest prefill, with `width` bytes a number.
-    `slices`: (threshold, tokens of a slice) of attention in slices, as in
+    """Estimated bytes that cached context adds to the largest prefill, with `width` bytes per
+    number. `slices`: (threshold, slice tokens) of sliced attention, see
     ExecutionConfig.slice_sizes."""
     new = min(num_tokens, max_model_len)
     kv_width = _kv_size(config, num_cards) * width
@@ -347,32 +347,32 @@ def context_bytes(
             in_slices = _sliced_bytes(new, max_model_len, size, width, kv_width, query_width)
             full = max(full, in_slices)
     for limit in limits - {None}:
-        # The blocks of a window or a chunk, and one for its begin within a block.
+        # Blocks of a window or a chunk, plus a block because it may begin within a block.
         seen = min(max_model_len, (limit or 0) + block_size + new)
-        # Over the cached tokens, the mask also exists in float32.
+        # The mask over cached tokens also exists in float32.
         windowed += _joined_bytes(new, seen, width, kv_width) + new * (seen - new) * 4
     return full + windowed
 
 
 def _layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """The layers, as far as config.json tells of a model that is not built in."""
+    """The layers; uniform layers from config.json for a model that is not built in."""
     if config.architecture in ARCHITECTURES:
         return decoder_spec(config).layers
     return uniform_layers(config)
 
 
 def _joined_bytes(new: int, length: int, width: int, kv_width: int) -> int:
-    """One mask of `new` x `length` tokens, that of the new ones in float32 before, and one layer's
-    keys and values, gathered from the cache and then concatenated with the new ones."""
+    """Bytes of a mask of `new` x `length` tokens, the float32 mask of the new tokens, and a layer's
+    keys and values, gathered from the cache and then concatenated with the new keys and values."""
     return new * length * width + new * new * 4 + 2 * length * kv_width
 
 
 def _sliced_bytes(
     new: int, length: int, size: int, width: int, kv_width: int, query_width: int
 ) -> int:
-    """A causal mask over one slice and one row of `length`, each in float32 before; keys and values
-    of one slice, gathered and then made contiguous; and in float32 the outputs of all new tokens
-    and four times those of a slice, while two parts are merged."""
+    """Bytes of a causal mask over a slice and a mask row of `length`, both also in float32; keys
+    and values of a slice, gathered and then made contiguous; and float32 outputs of all new tokens,
+    plus four times the outputs of a slice while two parts are merged."""
     rows = min(new, size)
     masks = (rows * rows + length) * (4 + width)
     return masks + 2 * size * kv_width + (new + 4 * rows) * query_width

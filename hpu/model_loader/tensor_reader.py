@@ -1,5 +1,5 @@
-"""TensorReader: reads the bytes of tensors, or of parts of them, into host memory, on threads,
-ahead of their use."""
+"""TensorReader: reads tensors, or parts of tensors, into host memory on threads, ahead of their
+use."""
 
 import math
 import mmap
@@ -20,21 +20,21 @@ from config.checkpoint.weight_maps.shard import Interval
 from config.errors import ConfigError
 
 NUM_THREADS = 4
-"""Reads at once: a disk reaches its rate only with several."""
+"""Concurrent reads: a disk reaches its full rate only with several reads."""
 PIECE_BYTES = 2**24
 AHEAD_BYTES = 2**27
-"""Up to so many bytes are read ahead, or one tensor if that is larger."""
+"""Maximum bytes to read ahead; a larger tensor is read ahead alone."""
 
 
 class Read(NamedTuple):
-    """A tensor to be read, or the part of it in some intervals along one dimension."""
+    """A tensor to read, or its intervals along a dimension."""
 
     stored: StoredTensor
     target: Tensor
-    """Contiguous, on the host, of the size in bytes of what is read."""
+    """Contiguous host tensor with as many bytes as are read."""
     dim: int = 0
     intervals: tuple[Interval, ...] | None = None
-    """None: the whole tensor."""
+    """Intervals to read; None: the whole tensor."""
 
 
 class _InFlight(NamedTuple):
@@ -43,12 +43,12 @@ class _InFlight(NamedTuple):
 
 
 class TensorReader:
-    """Threads that read. They do not hold Python's lock while they do. Use it in a `with` block."""
+    """Reader threads, which release the GIL while reading. Use it in a `with` block."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read")
         self.num_bytes = 0
-        """That were asked for so far."""
+        """Bytes requested so far."""
 
     def __enter__(self) -> "TensorReader":
         return self
@@ -57,8 +57,8 @@ class TensorReader:
         self._pool.shutdown(cancel_futures=True)
 
     def read(self, file: Path, reads: Iterable[Read]) -> Iterator[Read]:
-        """Each of `reads`, which are taken AHEAD_BYTES early, when its target is filled.
-        ConfigError if the file cannot be read."""
+        """Yield each of `reads` when its target is filled. `reads` is consumed up to AHEAD_BYTES
+        early. Raises ConfigError if the file cannot be read."""
         in_flight: deque[_InFlight] = deque()
         num_bytes = 0
         try:
@@ -114,7 +114,7 @@ class TensorReader:
     def _submit_runs(
         self, descriptor: int, target: npt.NDArray[np.uint8], runs: list[Interval]
     ) -> list[Future[None]]:
-        """Fill `target` with the bytes of the file in `runs`, one behind the other."""
+        """Fill `target` with the bytes of the file in `runs`, concatenated."""
         pieces, data = [], target.data
         for begin, end in runs:
             for first in range(begin, end, PIECE_BYTES):
@@ -146,9 +146,9 @@ def _read_columns(
     runs: list[Interval],
 ) -> None:
     """Fill `target` (rows, bytes) with the bytes in `runs` of each row; the first row begins at
-    `offset` of the file. The file is mapped: a call for each run of each row would take longer than
-    the copy, and a read of whole rows would read the parts of other ranks too."""
-    # A mapping begins at a whole page.
+    `offset` of the file. The file is mapped: a read call per run and row would take longer than the
+    copy, and reading whole rows would read the parts of other ranks too."""
+    # A mapping must begin at a page boundary.
     skipped = offset % mmap.ALLOCATIONGRANULARITY
     size = skipped + len(target) * row_bytes
     if os.fstat(descriptor).st_size < offset - skipped + size:

@@ -1,2 +1,2 @@
-"""Images on the device: vision towers and projectors, the cache of their embeddings, and how these
-take the places of tokens. Decoding and preprocessing of images are in server/multimodal/."""
+"""Images on the device: vision towers and projectors, the cache of image embeddings, and the merge
+of embeddings into the tokens. Images are decoded and preprocessed in server/multimodal/."""

@@ -1,4 +1,4 @@
-"""Tower: what makes embeddings of images."""
+"""Tower: computes embeddings of images."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -13,56 +13,58 @@ Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype | None], ...]
-"""Of inputs of a tower, and their dtypes; None: integers."""
+"""Shapes and dtypes of a tower's inputs; dtype None: integers."""
 
 
 class Tiles(Protocol):
-    """A tower whose images consist of tiles of one size."""
+    """A tower whose images consist of tiles of equal size."""
 
     shapes: Shapes
-    """Of the inputs of `features`, for one tile."""
+    """Inputs of `features` for a single tile."""
     is_for_all_devices: bool
-    """Images are computed by it on a CPU too, where others run the forward pass of transformers."""
+    """Whether this implementation also runs on a CPU, which otherwise runs the forward pass of
+    transformers."""
 
     @property
     def separators(self) -> Tensor | None:
-        """(n, hidden): embeddings between those of tiles, which are the same for all images: ends
-        of rows, for example. None: there are none."""
+        """(n, hidden) embeddings that separate the embeddings of tiles (row ends, for example) and
+        are equal for all images; None if the model has no separators."""
         ...
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """(n, ...) each on the device, for n tiles, to (n, rows, hidden)."""
+        """Embeddings (n, rows, hidden) of n tiles. Inputs: (n, ...) each, on the device."""
         ...
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The inputs of `features` for the tiles of one image, on the host. RuntimeError for other
-        images."""
+        """Inputs of `features` for the tiles of an image, on the host. Raises RuntimeError for
+        images that the tower does not support."""
         ...
 
     def layout(self, tensors: Mapping[str, Tensor], num_tiles: int, num_rows: int) -> Integers:
-        """Of the embeddings of its tiles, numbered through, those that the image has, in order; -1
-        for the first of the separators, -2 for the second."""
+        """Indices of the image's embeddings, in order, among the embeddings of all its tiles; -1
+        for the first separator, -2 for the second."""
         ...
 
 
 PAD_SEGMENT = -1
-"""Of patches that are padding: they see each other alone."""
+"""Segment id of padding patches, which attend only to each other."""
 
 MASKED = -1e30
-"""Is added to the scores of what is not seen. Not infinite: a row may see nothing."""
+"""Added to the attention scores of masked patches. Finite, because a row may be masked
+completely."""
 
 
 def segment_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n, n) of `segments` (n): patches of one segment see each other."""
+    """Additive mask (n, n) for `segments` (n): patches attend to patches of the same segment."""
     return torch.where(segments.unsqueeze(1) == segments, 0.0, MASKED).to(dtype)
 
 
 class PatchInput(NamedTuple):
-    """What a tower reads of each patch."""
+    """An input that a tower reads for each patch."""
 
     shape: tuple[int, ...]
     is_index: bool = True
-    """Integers; else numbers in the dtype of the tower."""
+    """Whether the input holds integers; if False, numbers in the dtype of the tower."""
     padding: int = 0
 
 
@@ -70,56 +72,60 @@ class Patches(Protocol):
     """A tower whose images have any number of patches."""
 
     merged: int
-    """Patches of one embedding."""
+    """Patches per embedding."""
     dtype: torch.dtype
     inputs: tuple[PatchInput, ...]
-    """Of `features`."""
+    """Inputs of `features`."""
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """(n, ...) each on the device, for n patches, to (n / merged, n * hidden)."""
+        """Embeddings (n / merged, n * hidden), where the second n is
+        VisionFacts.embeddings_per_row. Inputs: (n, ...) each for n patches, on the device."""
         ...
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Integers]:
-        """The inputs of `features` on the host, for one image; and for each embedding that it
-        gives, which of the image's it is. RuntimeError for other images."""
+        """Inputs of `features` for an image, on the host, and the index in the image of each
+        embedding that `features` returns. Raises RuntimeError for images that the tower does not
+        support."""
         ...
 
 
 class WholeImages(Protocol):
-    """A tower whose images have one shape, and are not divided."""
+    """A tower whose images have a single shape and are not divided."""
 
     shapes: Shapes
-    """Of the inputs of `features`."""
+    """Inputs of `features`."""
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Of one image, on the device: (rows, n * hidden)."""
+        """Embeddings (rows, n * hidden) of an image, on the device."""
         ...
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The inputs of `features` on the host. RuntimeError for other images."""
+        """Inputs of `features`, on the host. Raises RuntimeError for images that the tower does not
+        support."""
         ...
 
 
 class Tower(nn.Module):
-    """A vision tower and its projector, which a checkpoint fills. Each rank has the whole of it.
-    One of `tiles`, `patches` and `whole_images` is set, for a device that compiles each shape."""
+    """A vision tower and its projector, filled from a checkpoint and replicated on every rank.
+    Exactly one of `tiles`, `patches` and `whole_images` returns an object on a device that compiles
+    each shape."""
 
     weight_map: WeightMap
     dtype: torch.dtype
 
     def forward(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """(rows, n * hidden) of one image, n being VisionFacts.embeddings_per_row, from
-        what its image processor gives, by the names of the tower's arguments."""
+        """Embeddings (rows, n * hidden) of an image, where n is VisionFacts.embeddings_per_row.
+        `tensors`: outputs of the image processor, by the names of the tower's arguments."""
         raise NotImplementedError
 
     def tiles(self) -> Tiles | None:
-        """Set where images consist of tiles of one size."""
+        """Tile implementation; None unless images consist of tiles of equal size."""
         return None
 
     def patches(self) -> Patches | None:
-        """Set where images have any number of patches."""
+        """Patch implementation; None unless images have any number of patches."""
         return None
 
     def whole_images(self) -> WholeImages | None:
-        """Set where images have one shape."""
+        """Whole-image implementation; None unless images have a single shape."""
         return None

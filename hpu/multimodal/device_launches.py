@@ -1,5 +1,5 @@
-"""DeviceLaunches: launches of a vision tower on a device that compiles each shape, each size of
-which is a graph."""
+"""DeviceLaunches: launches of a vision tower on a device that compiles each shape, with a graph per
+launch size."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,22 +15,22 @@ from hpu.multimodal.encoder_cache import EncoderCache
 
 
 class LaunchOptions(NamedTuple):
-    """What the launches of all kinds of images have."""
+    """Options shared by the launches of all kinds of images."""
 
     cache: EncoderCache
     backend: Backend
     multiplier: float = 1
-    """Of all embeddings."""
+    """Factor applied to all embeddings."""
     captures: bool = False
-    """Whether each size is captured as a graph."""
+    """Whether each launch size is captured as a graph."""
     group: ProcessGroup = SINGLE
-    """Ranks that divide the images, and write the embeddings of all. They make the same launches,
-    of inputs of their own."""
+    """Ranks that divide the images; every rank writes all embeddings. All ranks make the same
+    launches, with inputs of their own."""
 
 
 class DeviceLaunches:
-    """Runs `features` on inputs of fixed shapes, and writes what it gives to rows of the cache.
-    Nothing waits for the device."""
+    """Runs `features` on inputs of fixed shapes and writes the result to rows of the cache, without
+    waiting for the device."""
 
     def __init__(
         self,
@@ -38,7 +38,8 @@ class DeviceLaunches:
         shapes: Callable[[int], Shapes],
         options: LaunchOptions,
     ) -> None:
-        """`features`: of the inputs of one size, (rows, hidden). `shapes`: those of a size."""
+        """`features`: maps the inputs of a launch size to (rows, hidden). `shapes`: input shapes of
+        a launch size."""
         cache, backend, multiplier, self._captures, group = options
         self._shapes = shapes
         self._cache = cache
@@ -48,7 +49,8 @@ class DeviceLaunches:
         self._graphs: dict[int, Graph] = {}
         self._hosts: list[Tensor] = []
         self._in_flight: list[tuple[Event, list[Tensor]]] = []
-        """What the device reads on the host, until it has."""
+        """Host tensors that the device may still read, with the event after which it has read
+        them."""
 
         def scaled(*inputs: Tensor) -> Tensor:
             found = features(*inputs)
@@ -62,8 +64,8 @@ class DeviceLaunches:
         self._write = backend.compiled(write)
 
     def warm_up(self, size: int, on_capture: Callable[[int], None]) -> int:
-        """Run a size, and capture it where launches are; gives its rows on one rank. `on_capture`
-        gets the bytes of the graph."""
+        """Run a launch size, and capture it if launches are captured. Returns its rows per rank.
+        `on_capture` receives the bytes of the graph."""
         inputs = self._inputs_of(size)
         num_rows = len(self._run(*inputs))
         if self._captures:
@@ -72,8 +74,9 @@ class DeviceLaunches:
         return num_rows // self._group.size
 
     def launch(self, size: int, given: tuple[Tensor, ...], rows: Integers) -> None:
-        """Encode tensors of the host, of the shapes of `size`, and write to `rows`, those of all
-        ranks in their order. Nothing given: what the launch before it had, for padding."""
+        """Encode the host tensors `given`, with the shapes of `size`, and write the embeddings to
+        `rows`, which are the rows of all ranks in rank order. Without `given` the launch repeats
+        the inputs of the previous launch, as padding."""
         inputs = self._inputs_of(size)
         for device, source in zip(inputs, given, strict=False):
             host = self._backend.host_tensor(device.numel(), device.dtype)
@@ -85,7 +88,7 @@ class DeviceLaunches:
         self.write(embeddings, rows)
 
     def write(self, embeddings: Tensor, rows: Integers) -> None:
-        """Write to `rows`."""
+        """Write embeddings to `rows` of the cache."""
         host = self._backend.host_tensor(len(rows), self._backend.index_dtype)
         host.copy_(torch.from_numpy(rows))
         self._hosts.append(host)
@@ -94,7 +97,7 @@ class DeviceLaunches:
         self._write(embeddings, device)
 
     def end(self) -> None:
-        """A plan's launches are submitted."""
+        """Called when all launches of a plan are submitted."""
         self._in_flight = [one for one in self._in_flight if not one[0].done()]
         self._in_flight.append((self._backend.event(), self._hosts))
         self._hosts = []
@@ -113,7 +116,7 @@ class DeviceLaunches:
     def _capture(
         self, size: int, inputs: tuple[Tensor, ...], on_capture: Callable[[int], None]
     ) -> None:
-        """Without memory for its graph the size runs without one."""
+        """Capture a graph of `size`; the size runs without a graph if memory is too small."""
         backend = self._backend
         free = backend.memory()[0]
         try:

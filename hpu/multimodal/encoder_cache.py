@@ -1,4 +1,4 @@
-"""EncoderCache: the embeddings of encoded images, by content."""
+"""EncoderCache: embeddings of encoded images, by content hash."""
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ Rows = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 class EncoderCache:
     """Embeddings of images in `num_rows` rows, which the engine budgets.
 
-    An image has any free rows, so that they are never fragmented. A plan that breaks the budget, or
-    names an image that is not here, is a bug of the engine: RuntimeError.
+    An image takes any free rows, so the cache never fragments. A plan that exceeds the budget or
+    names a missing image is a bug of the engine: RuntimeError.
     """
 
     def __init__(
@@ -21,27 +21,28 @@ class EncoderCache:
     ) -> None:
         self.num_rows = num_rows
         self.embeddings = backend.zeros((num_rows + 1, hidden_size), dtype)
-        """(num_rows + 1, hidden); padding is written to the last row, which no image has."""
+        """(num_rows + 1, hidden); the last row is the write target of padding."""
         self._free = list(range(num_rows - 1, -1, -1))
         self._rows: dict[bytes, Rows] = {}
 
     @property
     def pad_row(self) -> int:
-        """Where padding is written."""
+        """Write target of padding."""
         return self.num_rows
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self.embeddings.nbytes
 
     @property
     def num_free(self) -> int:
-        """Rows without an image."""
+        """Rows that hold no image."""
         return len(self._free)
 
     def allocate(self, content: bytes, count: int) -> Rows:
-        """Rows for an image that is not here yet, (count,)."""
+        """Allocate rows (count,) for a new image. Raises RuntimeError if the image is already
+        cached, or if too few rows are free."""
         if content in self._rows:
             raise RuntimeError(f"image {content.hex()} is encoded a second time")
         if count > len(self._free):
@@ -54,12 +55,12 @@ class EncoderCache:
         return rows
 
     def free(self, content: bytes) -> None:
-        """Drop an image."""
+        """Free the rows of an image."""
         self._free += reversed(self.rows(content).tolist())
         del self._rows[content]
 
     def rows(self, content: bytes) -> Rows:
-        """The rows of an image, in the order of its embeddings."""
+        """Rows of an image, in the order of its embeddings."""
         if content not in self._rows:
             raise RuntimeError(f"image {content.hex()} is not encoded, or was freed")
         return self._rows[content]

@@ -1,5 +1,5 @@
-"""ImageInputs: which tokens of a launch take embeddings of images, which of them see each other in
-both directions, and the positions with three axes that images give."""
+"""ImageInputs: the tokens of a launch that are replaced by image embeddings, image tokens with
+bidirectional attention, and the M-RoPE positions of images."""
 
 from typing import NamedTuple, Protocol
 
@@ -10,7 +10,7 @@ from hpu.multimodal.encoder_cache import EncoderCache
 from hpu.protocol import ImagePlacement, Launch, NewRequest
 
 NO_IMAGE = -1
-"""In `image_rows` and `image_ids`: text, or padding."""
+"""Value of `image_rows` and `image_ids` for text and padding."""
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32]]
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -18,7 +18,7 @@ Tokens = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 
 
 class PrefillImages(Protocol):
-    """Those of the host arrays of a prefill that images are written to, or placed by."""
+    """Host arrays of a prefill that image inputs are written to or computed from."""
 
     @property
     def positions(self) -> Array: ...
@@ -35,7 +35,7 @@ class PrefillImages(Protocol):
 
 
 class DecodeImages(Protocol):
-    """As PrefillImages, of a decode."""
+    """Host arrays of a decode that image inputs are written to or computed from."""
 
     @property
     def positions(self) -> Array: ...
@@ -44,48 +44,48 @@ class DecodeImages(Protocol):
 
 
 class _Request(NamedTuple):
-    """Of the image tokens of a request, in the order of their positions."""
+    """Image tokens of a request, ordered by position."""
 
     contents: tuple[bytes, ...]
     counts: tuple[int, ...]
     """Image tokens of each content."""
     positions: Integers
     owners: Integers
-    """Index of the content."""
+    """Index into `contents` of each image token."""
     ranks: Integers
-    """Row among the embeddings of the image."""
+    """Index among the image's embeddings of each image token."""
     runs: Integers
-    """A number for each run of tokens that follow each other."""
+    """Id of the run of consecutive image tokens of each image token."""
     rope_positions: Integers
-    """(3, length): positions up to the end of the last image; empty without axes."""
+    """(3, length) positions up to the end of the last image; empty without M-RoPE."""
     rope_offset: int
-    """Of the positions behind them."""
+    """Offset of the rotary positions of tokens after the last image."""
 
 
 class ImageInputs:
-    """The images of live requests, by request index."""
+    """Images of the live requests, by request index."""
 
     def __init__(self, facts: VisionFacts, max_num_reqs: int, cache: EncoderCache | None) -> None:
-        """`cache`: None where embeddings of tokens are not read, as on a later pipeline stage."""
+        """`cache`: None if this rank does not embed tokens, as on a later pipeline stage."""
         self._facts = facts
         self._cache = cache
         self._requests: dict[int, _Request] = {}
         self._rope_offsets = np.zeros(max_num_reqs, np.int64)
 
     def add_request(self, new: NewRequest, tokens: Tokens) -> None:
-        """Keep the images of a new request, if it has any."""
+        """Store the images of a new request, if any."""
         if new.images:
             request = _read(new.images, tokens, self._facts)
             self._requests[new.req_index] = request
             self._rope_offsets[new.req_index] = request.rope_offset
 
     def remove_request(self, req_index: int) -> None:
-        """Forget them."""
+        """Drop the images of a request."""
         self._requests.pop(req_index, None)
         self._rope_offsets[req_index] = 0
 
     def fill_prefill(self, launch: Launch, out: PrefillImages) -> None:
-        """Write what a prefill reads of images, after its other arrays."""
+        """Write the image inputs of a prefill. Called after its other arrays are filled."""
         if out.image_rows is not None:
             out.image_rows[:] = NO_IMAGE
         if out.image_ids is not None:
@@ -106,7 +106,7 @@ class ImageInputs:
             first += count if is_merged else query
 
     def fill_decode(self, req_indices: list[int], out: DecodeImages) -> None:
-        """Write the rotated positions of a decode with a row of each of these requests."""
+        """Write the M-RoPE positions of a decode whose rows are `req_indices`."""
         if out.rope_positions is None:
             return
         out.rope_positions[:] = out.positions
@@ -122,8 +122,8 @@ class ImageInputs:
         first_run: int,
         out: PrefillImages,
     ) -> None:
-        """Write the tokens start .. start + count - 1 of a request, which are those from `first` on
-        in the launch."""
+        """Write tokens start .. start + count - 1 of a request, which begin at `first` in the
+        launch."""
         begin, end = np.searchsorted(request.positions, [start, start + count])
         at = first + request.positions[begin:end] - start
         if out.image_rows is not None and self._cache is not None and len(at):
@@ -150,7 +150,8 @@ class ImageInputs:
 
 
 def _read(images: list[ImagePlacement], tokens: Tokens, facts: VisionFacts) -> _Request:
-    """RuntimeError for placements that overlap, or are not within the tokens."""
+    """Locate the image tokens of a request. Raises RuntimeError for placements that overlap or are
+    outside the tokens."""
     last = 0
     found: list[Integers] = []
     for image in images:
@@ -187,12 +188,12 @@ def _read(images: list[ImagePlacement], tokens: Tokens, facts: VisionFacts) -> _
 
 
 def _axes(images: list[ImagePlacement], tokens: list[Integers], length: int) -> Integers:
-    """(3, length): time, height and width of the first tokens, up to the last image. Tokens of text
-    count up by one on all axes, and those of an image have their places in its grid; behind it the
-    largest of these counts on (Wang et al., Qwen2-VL, 2024). Transformers 5 counts on from height
-    and width alone; its earlier releases, with which the models were trained, did not. The two
-    differ for a video whose time axis is the longest. Where text is between the times of a video,
-    each of them is like an image."""
+    """M-RoPE positions (3, length): time, height and width of the tokens up to the end of the last
+    image. A text token increments all axes by 1; tokens of an image have their grid positions; the
+    text after an image continues at the image's largest position + 1 (Wang et al., Qwen2-VL, 2024).
+    Transformers 5 continues at the largest height or width; its earlier releases, with which the
+    models were trained, did not. The rules differ for a video whose time axis is the longest. If
+    text separates the frames of a video, each frame is positioned like an image."""
     axes = np.zeros((3, length), np.int64)
     done = following = 0
     for image, at in zip(images, tokens, strict=True):
@@ -211,7 +212,7 @@ def _axes(images: list[ImagePlacement], tokens: list[Integers], length: int) -> 
             )
         places = np.indices((time, height, width)).reshape(3, -1)
         if time > 1:
-            # In the precision of transformers.
+            # float32, like transformers.
             places[0] = places[0].astype(np.float32) * np.float32(image.time_step)
         for run in runs:
             first = int(run[0])

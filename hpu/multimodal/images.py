@@ -1,4 +1,4 @@
-"""Images: what a runner does with the images of its plans."""
+"""Images: encodes the images of a runner's plans and merges them into its launches."""
 
 import logging
 import math
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Images:
-    """The tower, the cache of its embeddings, and the images of live requests."""
+    """The vision tower, the cache of its embeddings, and the images of live requests."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class Images:
         count: Callable[[str, float], None],
         group: ProcessGroup = SINGLE,
     ) -> None:
-        """`tower`: None on a pipeline stage that embeds no tokens. `sizes`: tiles or patches in a
-        launch on a device that compiles each shape, empty for the defaults; `captures`: whether
-        these are graphs. `count`: adds to a counter. `group`: ranks that the images of a plan are
-        divided among; all have the same plans."""
+        """`tower`: None on a pipeline stage that does not embed tokens. `sizes`: tiles or patches
+        per launch on a device that compiles each shape, empty for the defaults; `captures`: whether
+        each size is captured as a graph. `count`: adds to a counter. `group`: ranks that divide the
+        images of a plan; all ranks get the same plans."""
         self._group = group
         self._model = model
         self._tower = tower
@@ -75,11 +75,11 @@ class Images:
 
     @property
     def num_bytes(self) -> int:
-        """Of the cache."""
+        """Bytes of the cache."""
         return 0 if self.cache is None else self.cache.num_bytes
 
     def merged(self, forward: Forward) -> Forward:
-        """`forward`, the model's, with embeddings of images."""
+        """The model's `forward`, with image embeddings merged in."""
         if self.cache is None:
             return forward
         if isinstance(self.cache, CrossCache):
@@ -92,7 +92,7 @@ class Images:
         )
 
     def encode(self, plan: StepPlan) -> None:
-        """Free and encode what the plan says."""
+        """Free and encode the images of `plan`."""
         if self.cache is None:
             return
         for content in plan.freed_images:
@@ -116,21 +116,21 @@ class Images:
             self.cache.write(self._on_device(rows), self._embeddings(given, rows))
 
     def close(self) -> None:
-        """Free the cache; no launch may run until other images are made for the model."""
+        """Free the cache. No launch may run until new Images are created for the model."""
         if isinstance(self.cache, CrossCache):
             self.cache.close()
 
     def warm_up(self, on_capture: Callable[[int], None]) -> None:
-        """Compile what encodes images, on a device that compiles. `on_capture` gets the bytes of
-        each graph."""
+        """Compile the encoder, on a device that compiles. `on_capture` receives the bytes of each
+        graph."""
         if self._encoder is not None:
             self._encoder.warm_up(on_capture)
 
     def _embeddings(self, tensors: Mapping[str, Tensor], rows: Integers) -> Tensor:
-        """Of one image, in its own shape."""
+        """Embeddings of an image in its own shape; NaN if the tower fails."""
         assert self._tower is not None
         device = self._backend.device
-        # The launch before it may have been too short for all threads.
+        # The previous launch may have been too short for all threads.
         self._backend.expect(len(rows), 0)
         try:
             embeddings: Tensor = self._tower(
@@ -138,8 +138,8 @@ class Images:
             )
             check_count(len(embeddings), rows)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-            # Foreign code, given what a checkpoint's own files say. What is not finite ends the
-            # requests that have the image, and no others.
+            # The tower is foreign code that reads files of the checkpoint. NaN embeddings end only
+            # the requests that contain the image.
             logger.exception("An image cannot be encoded, and its requests get an error")
             shape = (len(rows), self._width)
             return torch.full(shape, math.nan, dtype=self._tower.dtype, device=device)
@@ -148,7 +148,8 @@ class Images:
         return embeddings
 
     def _encode_part(self, images: list[Prepared], cache: EncoderCache) -> None:
-        """Encode this rank's images, and write those of all ranks."""
+        """Encode this rank's part of the images, and write the embeddings of all ranks to the
+        cache."""
         group = self._group
         owners = divided([len(rows) for _, rows in images], group.size)
         own = [image for image, owner in zip(images, owners, strict=True) if owner == group.rank]
@@ -174,8 +175,8 @@ class Images:
 
 
 def divided(sizes: list[int], num_parts: int) -> list[int]:
-    """The part of each, so that parts have about the same sum: the largest go first, each to the
-    smallest part."""
+    """Part of each item such that the sums of the parts are balanced: in order of decreasing size,
+    each item goes to the part with the smallest sum."""
     sums = [0] * num_parts
     found = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -196,9 +197,9 @@ def _make_cache(
 
 
 def _tensor(given: InputTensor) -> Tensor:
-    """On the host. RuntimeError for data of another size than its shape."""
+    """Host tensor of `given`. Raises RuntimeError if the data does not match the shape."""
     dtype = getattr(torch, given.dtype)
-    # Copied: the message's memory is not writable.
+    # Copied: the memory of the message is read-only.
     flat = torch.from_numpy(np.frombuffer(given.data, np.uint8).copy()).view(dtype)
     expected = math.prod(given.shape)
     if flat.numel() != expected:

@@ -1,4 +1,4 @@
-"""A forward pass whose tokens take the embeddings of images."""
+"""Forward passes that replace the embeddings of image tokens."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,12 @@ Embed = Callable[[Tensor], Tensor]
 
 
 def merged(forward: Forward, embed: Embed, cache: Tensor, *, is_on_host: bool) -> Forward:
-    """`forward` of embeddings in which images have their rows of `cache` (rows, n * hidden); those
-    of text have zeros behind the first `hidden` numbers.
+    """`forward` with embeddings as input: image tokens have their rows of `cache` (rows, n *
+    hidden), text tokens are padded with zeros to that width.
 
-    On a device the embeddings are always given, so that launches with and without images are the
-    same graph, and places are computed: nothing has a shape that depends on a value. `is_on_host`:
-    the host knows the values, and a launch of text alone is that of a model without images.
+    On a device, embeddings are always passed, so that launches with and without images use the same
+    graph; indices are computed with static shapes. `is_on_host`: the host can read the values, so a
+    launch with text only runs like a model without images.
     """
 
     def run(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -30,7 +30,7 @@ def merged(forward: Forward, embed: Embed, cache: Tensor, *, is_on_host: bool) -
             if inputs.image_rows is None:
                 return forward(tokens, inputs)
         is_image = (rows >= 0).unsqueeze(-1)
-        # The id of an image token need not be in the vocabulary.
+        # The id of an image token may be outside the vocabulary.
         embeddings = embed(tokens.masked_fill(is_image.squeeze(-1), 0))
         images = cache.index_select(0, rows.clamp_min(0).view(-1)).view(*rows.shape, -1)
         num_more = images.shape[-1] - embeddings.shape[-1]
@@ -42,8 +42,8 @@ def merged(forward: Forward, embed: Embed, cache: Tensor, *, is_on_host: bool) -
 
 
 def shortened(forward: Forward) -> Forward:
-    """`forward` of a model with layers that read images, where the host knows the values: with no
-    more tiles than the launch has, and without any for texts alone."""
+    """`forward` of a model with cross-attention layers, where the host can read the values: only as
+    many tiles as the launch has, and no cross-attention for a launch with text only."""
 
     def run(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         if isinstance(inputs, TextAttentionInputs) or inputs.cross_tiles is None:
@@ -58,8 +58,8 @@ def shortened(forward: Forward) -> Forward:
 
 
 def _without_defaults(inputs: PrefillAttentionInputs) -> PrefillAttentionInputs:
-    """Without the tensors that say what is so anyway: that there are no images, and positions with
-    one axis."""
+    """Drop tensors that hold only default values: no images, and rotary positions equal to
+    positions."""
     if inputs.image_rows is not None and not (inputs.image_rows >= 0).any():
         inputs = inputs._replace(image_rows=None, image_ids=None)
     axes = inputs.rope_positions

@@ -1,5 +1,5 @@
-"""PatchEncoder: images of any number of patches on a device that compiles each shape, one image in
-a launch, padded to a fixed number of patches."""
+"""PatchEncoder: encodes images with any number of patches on a device that compiles each shape, one
+image per launch, padded to a fixed number of patches."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -15,16 +15,16 @@ from hpu.multimodal.tile_encoder import Prepared, check_count
 logger = logging.getLogger(__name__)
 
 _Sized = tuple[int, Mapping[str, Tensor], Integers]
-"""Patches of the launch of an image, its tensors and its rows."""
+"""Patches in the launch of an image, its tensors and its rows."""
 
 DEFAULT_SIZES = (256, 576, 1024, 1600, 3136, 6400, 12544)
-"""Patches in a launch."""
+"""Patches per launch."""
 
 
 class PatchEncoder:
-    """Runs each image in the smallest of `sizes` that holds it, and each time of a video as an
-    image: they do not see each other. A larger image than all of them runs in a multiple of the
-    largest, which compiles when it comes first."""
+    """Runs each image in the smallest of `sizes` that holds it. The frames of a video run like
+    separate images, because they do not attend to each other. An image that exceeds all sizes runs
+    in a multiple of the largest size, which compiles at its first use."""
 
     def __init__(self, patches: Patches, sizes: tuple[int, ...], options: LaunchOptions) -> None:
         """`sizes`: empty for DEFAULT_SIZES."""
@@ -43,14 +43,14 @@ class PatchEncoder:
         )
 
     def warm_up(self, on_capture: Callable[[int], None]) -> None:
-        """As TileEncoder.warm_up."""
+        """See TileEncoder.warm_up."""
         for size in reversed(self._sizes):
             self._launches.warm_up(size, on_capture)
         self._launches.end()
 
     def encode(self, images: list[Prepared]) -> None:
-        """As TileEncoder.encode. Of several ranks each takes one image of a launch, all of which
-        have about as many patches."""
+        """See TileEncoder.encode. Each of several ranks encodes an image of the launch; the images
+        of a launch have similar numbers of patches."""
         sized = [
             (self._size(rows), tensors, rows)
             for tensors, rows in (one for image in images for one in _times(*image))
@@ -61,7 +61,7 @@ class PatchEncoder:
         self._launches.end()
 
     def _encode_together(self, images: list[_Sized]) -> None:
-        """One image on each rank, as far as there are any."""
+        """Encode one image per rank, in a single launch."""
         size = images[0][0]
         target = np.full((self._group.size, size // self._patches.merged), self._pad_row)
         padded: tuple[Tensor, ...] = ()
@@ -77,7 +77,7 @@ class PatchEncoder:
         self._launches.launch(size, padded, target.ravel())
 
     def _size(self, rows: Integers) -> int:
-        """Of the launch for an image with so many rows."""
+        """Launch size for an image with these rows."""
         count = len(rows) * self._patches.merged
         size = next((one for one in self._sizes if one >= count), 0)
         if not size:
@@ -92,7 +92,7 @@ class PatchEncoder:
 
 
 def _times(tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
-    """An image, or each time of a video."""
+    """Split a video into its frames; an image is returned unchanged."""
     if "image_grid_thw" not in tensors:
         return [(tensors, rows)]
     grid = tensors["image_grid_thw"].view(1, 3)

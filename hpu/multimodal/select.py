@@ -1,4 +1,4 @@
-"""Whether a model's images are served, and its vision tower."""
+"""Decides whether a model's images are served, and builds its vision tower."""
 
 import logging
 from dataclasses import replace
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def served_facts(config: ModelConfig, backend: Backend, *, is_native: bool) -> ModelConfig:
-    """`config`, without the facts of images where they cannot be served, which is logged.
-    ConfigError as in build_tower."""
+    """`config`, without its vision facts if images cannot be served; the reason is logged. Raises
+    ConfigError like build_tower."""
     vision = config.vision
     if vision is None:
         return config
@@ -33,23 +33,24 @@ def served_facts(config: ModelConfig, backend: Backend, *, is_native: bool) -> M
 def _unsupported_reason(
     config: ModelConfig, vision: VisionFacts, backend: Backend, *, is_native: bool
 ) -> str:
-    """Why the images of a model are not served; empty: they are served."""
-    # It takes half a second, which models without images do not need.
+    """Reason why images of the model are not served; empty if they are served."""
+    # Imported here: the import takes half a second, which models without images do not need.
     import transformers
 
     if vision.uses_mrope and not is_native:
         return "the code of transformers (--model-impl) takes positions with one axis"
-    # By its name: hasattr would import the code of the model.
+    # dir() instead of hasattr, which would import the model's code.
     if vision.architecture not in dir(transformers):
         return f"transformers {transformers.__version__} has no {vision.architecture}"
     return _unlisted_reason(config, backend) if vision.is_unlisted else ""
 
 
 def _unlisted_reason(config: ModelConfig, backend: Backend) -> str:
-    """Why images that only transformers knows are not served; empty: they are served."""
+    """Reason why a vision model that only transformers supports is not served; empty if it is
+    served."""
     if backend.compiles:
         return f"its tower has no fixed shapes, which {backend.name} needs"
-    # It imports all of transformers, which other models do not need.
+    # Imported here: it imports all of transformers, which other models do not need.
     from hpu.multimodal.towers.merge_trial import why_not_merged
 
     return why_not_merged(config)
@@ -58,8 +59,8 @@ def _unlisted_reason(config: ModelConfig, backend: Backend) -> str:
 def build_tower(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device, stage: Stage
 ) -> Tower | None:
-    """With empty parameters; None for a model that takes no images, and on a pipeline stage that
-    embeds no tokens. ConfigError for a tower that cannot be built."""
+    """Vision tower with unfilled parameters; None for a model without images, and on a pipeline
+    stage that does not embed tokens. Raises ConfigError for a tower that cannot be built."""
     if config.vision is None or not stage.is_first:
         return None
     num_layers = len(stage.layers(config.num_layers))
@@ -69,15 +70,15 @@ def build_tower(
             f"{config.vision.num_deepstack_layers} layers, and the first of {stage.size} stages "
             f"(--pipeline-parallel-size) has {num_layers}"
         )
-    # It imports all of transformers, which other models do not need.
+    # Imported here: it imports all of transformers, which other models do not need.
     from hpu.multimodal.towers.tower import VisionTower
 
     return VisionTower(config, dtype=dtype, device=device)
 
 
 def count_tower(config: ModelConfig) -> int:
-    """Parameters of the vision tower of a model that takes images, built without memory.
-    ConfigError as in build_tower."""
+    """Number of parameters of the vision tower, which is built without memory. The model must
+    support images. Raises ConfigError like build_tower."""
     tower = build_tower(config, dtype=torch.bfloat16, device=torch.device("meta"), stage=Stage())
     assert tower is not None, "a model that takes images"
     return sum(parameter.numel() for parameter in tower.parameters())

@@ -1,5 +1,5 @@
-"""TileEncoder: images of tiles on a device that compiles each shape, in launches of a fixed number
-of tiles."""
+"""TileEncoder: encodes tiled images on a device that compiles each shape, in launches of a fixed
+number of tiles."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,18 +11,18 @@ from hpu.multimodal.base import Integers, Tiles
 from hpu.multimodal.device_launches import DeviceLaunches, LaunchOptions
 
 SEPARATORS_AT_ONCE = 64
-"""Rows that one copy of an embedding between those of tiles is written to."""
+"""Rows per write of a separator embedding."""
 
 DEFAULT_SIZES = (1, 2, 4, 8)
-"""Tiles in a launch."""
+"""Tiles per launch."""
 
 Prepared = tuple[Mapping[str, Tensor], Integers]
-"""The tensors of an image on the host, and its rows of the cache."""
+"""Host tensors of an image, and its rows of the cache."""
 
 
 class TileEncoder:
-    """Cuts tiles into launches of `sizes`, the largest first; only the last launch has padding. Of
-    several ranks each takes as many tiles of a launch."""
+    """Divides tiles into launches of `sizes`, largest first; only the last launch has padding. With
+    several ranks, each rank encodes an equal number of tiles of a launch."""
 
     def __init__(self, tiles: Tiles, sizes: tuple[int, ...], options: LaunchOptions) -> None:
         """`sizes`: empty for DEFAULT_SIZES."""
@@ -31,7 +31,7 @@ class TileEncoder:
         self._pad_row = options.cache.pad_row
         self._sizes = sorted(sizes or DEFAULT_SIZES, reverse=True)
         self._num_rows = 0
-        """Embeddings of a tile; known after the warm-up."""
+        """Embeddings per tile; known after the warm-up."""
         self._launches = DeviceLaunches(
             lambda *inputs: tiles.features(*inputs).flatten(0, 1),
             lambda size: tuple(((size, *shape), dtype) for shape, dtype in tiles.shapes),
@@ -44,8 +44,8 @@ class TileEncoder:
         ]
 
     def warm_up(self, on_capture: Callable[[int], None]) -> None:
-        """Run each size, and capture it where launches are. `on_capture` gets the bytes of each
-        graph."""
+        """Run each launch size, and capture it if launches are captured. `on_capture` receives the
+        bytes of each graph."""
         for size in self._sizes:
             self._num_rows = self._launches.warm_up(size, on_capture) // size
         for embeddings in self._separators:
@@ -53,15 +53,15 @@ class TileEncoder:
         self._launches.end()
 
     def encode(self, images: list[Prepared]) -> None:
-        """Write the embeddings of the images to their rows; does not wait for the device.
-        RuntimeError where an image has another number of embeddings than rows."""
+        """Write the embeddings of the images to their rows, without waiting for the device. Raises
+        RuntimeError if an image's embeddings and rows differ in number."""
         inputs, targets = [], []
         ends: list[list[Integers]] = [[] for _ in self._separators]
         for tensors, rows in images:
             tiles = self._tiles.prepare(tensors)
             layout = self._tiles.layout(tensors, len(tiles[0]), self._num_rows)
             check_count(len(layout), rows)
-            # What the image leaves out is written where padding is.
+            # Embeddings that the image does not use go to the padding row.
             target = np.full(len(tiles[0]) * self._num_rows, self._pad_row, np.int64)
             is_tile = layout >= 0
             target[layout[is_tile]] = rows[is_tile]
@@ -98,7 +98,7 @@ class TileEncoder:
 
 
 def _padded(tensor: Tensor, size: int) -> Tensor:
-    """With zeros behind, to `size` tiles."""
+    """`tensor` padded with zeros to `size` tiles."""
     if len(tensor) == size:
         return tensor
     out = tensor.new_zeros(size, *tensor.shape[1:])
@@ -107,7 +107,7 @@ def _padded(tensor: Tensor, size: int) -> Tensor:
 
 
 def check_count(found: int, rows: Integers) -> None:
-    """RuntimeError unless there are as many embeddings as rows."""
+    """Raise RuntimeError unless `found` equals the number of rows."""
     if found != len(rows):
         raise RuntimeError(
             f"the vision tower makes {found} embeddings of an image, the plan says {len(rows)}"

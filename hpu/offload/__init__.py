@@ -1,4 +1,4 @@
-"""KV blocks outside the device: copies to host memory and back, and files of them.
+"""KV blocks outside the device: copies to host memory and back, and files of blocks.
 
-Which block goes where is the engine's decision (engine/kv_cache/offload.py).
+The engine decides which block goes where (engine/kv_cache/offload.py).
 """

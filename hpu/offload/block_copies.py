@@ -1,5 +1,5 @@
 """Copies of KV blocks between a device's caches and slots of host memory. A slot holds the bytes of
-a block in all caches, one after the other, in the caches' own format."""
+a block in all caches, concatenated, in the caches' own format."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +16,11 @@ from hpu.runner.block_lists import BlockLists
 
 
 class Layout(NamedTuple):
-    """Where each cache's part of a block lies in a slot."""
+    """Layout of a slot: offset and width of each cache's part."""
 
     offsets: tuple[int, ...]
     widths: tuple[int, ...]
-    """Bytes."""
+    """Width of each cache's part in bytes."""
 
     @property
     def slot_bytes(self) -> int:
@@ -28,55 +28,57 @@ class Layout(NamedTuple):
 
 
 def layout_of(caches: Sequence[Tensor], block_size: int) -> Layout:
-    """Of caches (blocks * block_size, ...)."""
+    """Layout of a slot for `caches` (blocks * block_size, ...)."""
     widths = tuple(cache[0].numel() * cache.itemsize * block_size for cache in caches)
     return Layout(tuple(sum(widths[:i]) for i in range(len(widths))), widths)
 
 
 class BlockCopies(Protocol):
-    """Copies to and from host memory, in the order of the device's work. Slots are sealed."""
+    """Copies to and from host memory, in order with the device's work. Slots are sealed with
+    checksums."""
 
     def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:
-        """Copy blocks to slots, and write them to files by their `hashes`, if there are files. On a
-        device of its own the slots are valid some time after `land` of this step."""
+        """Copy `blocks` to `slots`, and write them to files named by their `hashes` if there are
+        files. If the device has its own memory, the slots become valid some time after `land` of
+        this step."""
         ...
 
     def load(self, slots: list[int], blocks: list[int]) -> None:
-        """Copy slots to blocks, before any work that is launched later. Waits for what is on its
-        way to these slots."""
+        """Copy `slots` to `blocks` before any work that is launched later. Waits for pending copies
+        to these slots."""
         ...
 
     def land(self, step: int) -> None:
-        """The device is done with all steps up to this one."""
+        """Notify that the device has finished all steps up to `step`."""
         ...
 
     def settle(self, slots: Iterable[int]) -> None:
-        """Wait for what is on its way to these slots."""
+        """Wait for pending copies to these slots."""
         ...
 
     def warm_up(self) -> None:
-        """Compile all copies, and wait for the device. Overwrites slot 0 and the pad block."""
+        """Compile all copies and wait for the device. Overwrites slot 0 and the pad block."""
         ...
 
     def close(self) -> None:
-        """Finish what is on its way, and wipe what was staged on the host."""
+        """Finish pending copies and clear the staging memory on the host."""
         ...
 
 
 class Files(Protocol):
-    """Where blocks are written from their slots."""
+    """Files to which blocks are written from their slots."""
 
     def release(self, slots: Iterable[int]) -> None:
-        """Before other contents come to these slots."""
+        """Cancel pending writes of these slots, before their contents change."""
         ...
 
     def write(self, hashes: Iterable[bytes], slots: Iterable[int]) -> None:
-        """Write the blocks in these slots, some time."""
+        """Write the blocks in these slots asynchronously."""
         ...
 
 
 class DirectCopies:
-    """BlockCopies of a device whose memory is the host's: they are done when a call returns."""
+    """BlockCopies of a device that shares host memory: a copy is done when the call returns."""
 
     def __init__(
         self,
@@ -125,21 +127,21 @@ class DirectCopies:
 
 
 class _Stored(NamedTuple):
-    """Blocks on their way to the host."""
+    """Blocks being copied to the host."""
 
     step: int
     slots: list[int]
     hashes: list[bytes]
     contents: list[Tensor]
-    """Of each cache, on the host; valid once the device is done."""
+    """Host contents for each cache; valid once the device is done."""
 
 
 class StagedCopies:
     """BlockCopies of a device with its own memory, with static shapes.
 
-    Out: blocks are gathered on the device before the launches of the step, and copied to the host
-    while these run; a thread brings them to their slots. In: slots are gathered on the host, and
-    the device gets them while earlier launches run.
+    Store: blocks are gathered on the device before the launches of the step, and copied to the host
+    while the launches run; a thread copies them to their slots. Load: slots are gathered on the
+    host, and uploaded while earlier launches run.
     """
 
     def __init__(
@@ -166,11 +168,12 @@ class StagedCopies:
         self._staging = {size: self._make_staging(size) for size in sizes}
         self._in_flight: deque[_Stored] = deque()
         self._landing: dict[int, Future[None]] = {}
-        """By slot: what brings its contents there."""
+        """Pending copy of each slot's contents."""
         self._thread = ThreadPoolExecutor(1, "kv-offload")
 
     def _make_staging(self, size: int) -> list[tuple[Tensor, list[Tensor], list[Event | None]]]:
-        """For each cache: device memory, two sets of host memory and when each was read last."""
+        """For each cache: device memory, two sets of host memory, and the last read event of each
+        set."""
         staging: list[tuple[Tensor, list[Tensor], list[Event | None]]] = []
         for cache in self._caches:
             shape = (size * self._block_size, *cache.shape[1:])
@@ -182,7 +185,7 @@ class StagedCopies:
     def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:
         for part in _parts(len(blocks), self._store_lists):
             if len(self._in_flight) >= MAX_GATHERS:
-                # The device would hold the gathered blocks of too many copies.
+                # Limit the gathered blocks that the device holds.
                 self._backend.event().wait()
                 self._land_all(lambda one: True)
             size = _fitting(len(blocks[part]), self._store_lists)
@@ -192,7 +195,8 @@ class StagedCopies:
     def _gather(self, blocks: list[int], size: int) -> list[Tensor]:
         (index,) = self._store_lists[size].upload(blocks, pad_block=self._pad_block)
         index = self._slots(index)
-        # One recipe for each cache: equal ones share it, and need the memory of one.
+        # One recipe per cache: caches of equal shape share a recipe, and it needs the memory of a
+        # single cache.
         return [self._backend.to_host(cache.index_select(0, index)) for cache in self._caches]
 
     def load(self, slots: list[int], blocks: list[int]) -> None:
@@ -208,7 +212,7 @@ class StagedCopies:
         for cache, rows, (device, hosts, read_events) in zip(
             self._caches, self._parts, self._staging[size], strict=True
         ):
-            # The set that was read last comes second.
+            # Use the set that was read less recently.
             hosts.reverse()
             read_events.reverse()
             read_event = read_events[0]
@@ -263,7 +267,7 @@ class StagedCopies:
         self._backend.synchronize()
 
     def close(self) -> None:
-        # What the device has not delivered is lost.
+        # Copies that the device has not delivered are lost.
         self._in_flight.clear()
         self._thread.shutdown()
         with torch.inference_mode():
@@ -273,7 +277,7 @@ class StagedCopies:
                         host.zero_()
 
     def _slots(self, blocks: Tensor) -> Tensor:
-        """(n * block_size,): the slots of the caches in `blocks` (n,)."""
+        """Cache slots (n * block_size,) of the tokens in `blocks` (n,)."""
         return (blocks.unsqueeze(1) * self._block_size + self._offsets).view(-1)
 
 

@@ -1,4 +1,4 @@
-"""BlockFiles: KV blocks in files, one each, written and read on threads of their own."""
+"""BlockFiles: KV blocks in files, a file per block, written and read on separate threads."""
 
 import contextlib
 import fcntl
@@ -26,25 +26,25 @@ HEADER_BYTES = len(MAGIC) + HASH_BYTES + DIGEST_BYTES
 SUFFIX, TEMPORARY = ".kv", ".tmp"
 LOCK = ".lock"
 LOCK_TIMEOUT_S = 10.0
-"""How long a start waits for the end of a process that had the files before."""
+"""Seconds that a start waits for the previous owner of the files to exit."""
 CLOSE_S = 5.0
-"""How long the end of a process waits for files that are still to be written."""
+"""Seconds that a process waits at exit for pending writes."""
 FOLDER = re.compile(r"kv-[0-9a-f]{32}")
 
 
 class BlockFiles:
-    """Files of blocks in a folder that this process has alone. `memory` is where blocks are written
-    from, if they are whole there, and where they are read to.
+    """Block files in a folder that this process owns exclusively. Blocks are written from `memory`,
+    if they match their checksum there, and read into it.
 
-    A file has a header with the hash of the block and a checksum; it appears at once, whole, or
-    not at all. What cannot be written is not there later, which is no error.
+    A file has a header with the hash of the block and a checksum, and is created atomically. A
+    failed write is not an error: the block is missing later.
     """
 
     def __init__(
         self, folder: Path, lock: int, memory: HostBlocks, on_fetched: Callable[[], None]
     ) -> None:
-        """`lock`: that of the folder, from `acquire`. `on_fetched` is called on another thread when
-        `take_fetched` has something."""
+        """`lock`: descriptor of the folder's lock, from `acquire`. `on_fetched` is called on
+        another thread when `take_fetched` has a result."""
         self._folder = folder
         self._memory = memory
         self._on_fetched = on_fetched
@@ -52,9 +52,9 @@ class BlockFiles:
         self._known = _files_of(folder)
         self._changed = Condition()
         self._writes: OrderedDict[int, bytes] = OrderedDict()
-        """By slot: blocks to be written."""
+        """Pending writes: slot -> block hash."""
         self._writing = -1
-        """The slot that is being written."""
+        """The slot being written; -1: no write is running."""
         self._deletes: deque[bytes] = deque()
         self._reads: deque[FetchBlocks] = deque()
         self._fetched: deque[BlocksFetched] = deque()
@@ -69,21 +69,22 @@ class BlockFiles:
 
     @property
     def hashes(self) -> list[bytes]:
-        """Blocks that have a file, the one that was not used for longest first."""
+        """Hashes of blocks with a file, least recently used first."""
         return list(self._known)
 
     def write(self, hashes: Iterable[bytes], slots: Iterable[int]) -> None:
-        """Write the blocks in these slots, some time."""
+        """Write the blocks in these slots asynchronously."""
         with self._changed:
             for block_hash, slot in zip(hashes, slots, strict=True):
-                # A slot may come twice, if its block was evicted for the next one.
+                # A slot may be queued twice, if its block was evicted for another block.
                 self._writes.pop(slot, None)
                 if block_hash not in self._known:
                     self._writes[slot] = block_hash
             self._changed.notify_all()
 
     def release(self, slots: Iterable[int]) -> None:
-        """Before other contents come to these slots: what was not written yet is not written."""
+        """Cancel pending writes of these slots, and wait for a running write. Called before the
+        contents of the slots change."""
         with self._changed:
             for slot in slots:
                 self._writes.pop(slot, None)
@@ -91,30 +92,30 @@ class BlockFiles:
                     self._changed.wait()
 
     def fetch(self, message: FetchBlocks) -> None:
-        """Read blocks to slots; `take_fetched` has the answers, in the order of the calls."""
+        """Read blocks to slots; `take_fetched` returns the results in call order."""
         self.release(message.slots)
         with self._changed:
             self._reads.append(message)
             self._changed.notify_all()
 
     def take_fetched(self) -> list[BlocksFetched]:
-        """Reads that were done since the last call."""
+        """Reads completed since the last call."""
         with self._changed:
             fetched = list(self._fetched)
             self._fetched.clear()
         return fetched
 
     def wait_fetched(self, timeout_s: float) -> None:
-        """Wait until `take_fetched` has something, at most so long."""
+        """Wait until `take_fetched` has a result, at most `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._fetched, timeout_s)
 
     def drop(self, hashes: Iterable[bytes]) -> None:
-        """Delete files, some time."""
+        """Delete files asynchronously."""
         dropped = set(hashes)
         with self._changed:
             for block_hash in dropped:
-                # It may be stored again before the file is gone.
+                # The block may be stored again before the file is deleted.
                 self._known.pop(block_hash, None)
             for slot in [s for s, one in self._writes.items() if one in dropped]:
                 del self._writes[slot]
@@ -122,14 +123,15 @@ class BlockFiles:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all is written and deleted, at most so long."""
+        """Wait until all writes and deletions are done, at most `timeout_s`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not (self._writes or self._deletes or self._writing >= 0), timeout_s
             )
 
     def close(self, *, deletes: bool = False) -> None:
-        """Write what is left, within CLOSE_S, and stop; with `deletes` delete all files instead."""
+        """Finish pending writes within CLOSE_S and stop; with `deletes`, delete all files
+        instead."""
         if not deletes:
             self.flush(CLOSE_S)
         with self._changed:
@@ -138,7 +140,7 @@ class BlockFiles:
         for thread in self._threads:
             thread.join()
         if deletes:
-            # The lock stays: another process may wait for it.
+            # The lock file stays: another process may wait for it.
             for path in self._folder.glob(f"[0-9a-f][0-9a-f]/*{SUFFIX}"):
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -215,7 +217,8 @@ class BlockFiles:
             self._on_fetched()
 
     def _read(self, block_hash: bytes, slot: int) -> bool:
-        """Whether the file is that of the block, and whole. Raises OSError if there is none."""
+        """Read a block's file into `slot`. Returns whether the file belongs to the block and is
+        intact. Raises OSError if the file is missing."""
         path, row = self._path(block_hash), self._memory.rows[slot]
         with open(path, "rb", buffering=0) as file:
             head = file.read(HEADER_BYTES)
@@ -234,8 +237,8 @@ class BlockFiles:
 
 
 def remove_others(parent: Path, own: str) -> None:
-    """Remove the folders of other models in `parent` that no process uses, so that the folder does
-    not grow with each model that is served."""
+    """Remove the folders of other models in `parent` that no process uses, so that disk usage does
+    not grow with each served model."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             is_ours = FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
@@ -259,8 +262,8 @@ def _is_unused(folder: Path) -> bool:
 
 
 def acquire(folders: Sequence[Path]) -> tuple[int, int]:
-    """(index, descriptor of its lock) of the first of these folders that no process has. The lock
-    ends with the process. Raises ConfigError when all are in use, or one cannot be used."""
+    """(index, lock descriptor) of the first of `folders` that no process uses. The lock ends with
+    the process. Raises ConfigError if all folders are in use, or if a folder is unusable."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         for index, folder in enumerate(folders):
@@ -293,8 +296,8 @@ def _has_locked(descriptor: int) -> bool:
 
 
 def _files_of(folder: Path) -> OrderedDict[bytes, None]:
-    """Blocks with a file, the one that was not used for longest first. Removes what an earlier
-    process has not finished."""
+    """Blocks with a file, least recently used first. Removes unfinished files of an earlier
+    process."""
     found = []
     for path in folder.glob(f"*{TEMPORARY}"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Which layers --cpu-offload-gb keeps in host memory. Pure arithmetic."""
+"""Selects the layers that --cpu-offload-gb keeps in host memory. Pure arithmetic."""
 
 from collections.abc import Sequence
 
@@ -7,17 +7,19 @@ from config.params.offload import OffloadConfig
 from hpu.gaudi_devices import GIB
 
 NUM_SLOTS = 2
-"""Sets of device memory that such layers take by turns: one is computed, the next one copied."""
+"""Sets of device memory for offloaded layers (double buffering): a set is computed while the next
+set is copied."""
 
 MIN_HOST_LAYERS = 2 * NUM_SLOTS
-"""Fewer would hardly free any memory of the device."""
+"""Minimum number of offloaded layers: fewer layers would hardly free device memory."""
 
 
 def host_layers(config: OffloadConfig, layer_bytes: Sequence[int]) -> tuple[int, ...]:
-    """The indices of the layers, of `layer_bytes` each, whose weights are in host memory. The first
-    layer is one of them, and the others are spread over the model, so that resident layers give
-    copies time. Their number is even: the first one of the next launch then takes the set that the
-    last one of this launch does not use. Raises ConfigError for too few."""
+    """Indices of the layers whose weights are kept in host memory; `layer_bytes`: bytes of each
+    layer. The first layer is offloaded, and the others are spread over the model, so that resident
+    layers overlap with copies. The number is even: the first offloaded layer of the next launch
+    then uses the set that the last offloaded layer of this launch does not use. Raises ConfigError
+    if too few layers fit."""
     if not config.cpu_offload_gb:
         return ()
     largest, num_layers = max(layer_bytes), len(layer_bytes)
@@ -34,7 +36,7 @@ def host_layers(config: OffloadConfig, layer_bytes: Sequence[int]) -> tuple[int,
 
 
 def freed_bytes(layer_bytes: Sequence[int], chosen: Sequence[int]) -> int:
-    """What the device does not hold: `chosen` less the sets of memory that they take by turns."""
+    """Device bytes saved: the `chosen` layers minus the sets of device memory that they share."""
     if not chosen:
         return 0
     own = [layer_bytes[index] for index in chosen]

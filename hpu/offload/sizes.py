@@ -1,25 +1,25 @@
-"""How many KV blocks are copied at once, and the device memory for it. Pure arithmetic."""
+"""Number of KV blocks per copy, and the device memory for copies. Pure arithmetic."""
 
 COPY_SIZES = (1, 4, 16)
-"""Blocks copied at once, padded up: another number would be another shape."""
+"""Blocks per copy. Smaller copies are padded, because every other number would be a new shape."""
 
 MAX_COPY_BYTES = 256 << 20
-"""Of the blocks copied at once, if it is more than one."""
+"""Maximum bytes of a copy, unless it has a single block."""
 
 MAX_GATHERS = 2
-"""Copies to the host for which a device holds gathered blocks at once; another one waits."""
+"""Maximum store copies whose gathered blocks the device holds at a time; further copies wait."""
 
 MIN_SLOTS = 2
-"""Blocks that host memory must hold."""
+"""Minimum number of blocks in host memory."""
 
 
 def copy_sizes(block_bytes: int) -> tuple[int, ...]:
-    """The sizes that a device copies blocks of `block_bytes` in."""
+    """Copy sizes of a device for blocks of `block_bytes`."""
     fitting = tuple(size for size in COPY_SIZES if size * block_bytes <= MAX_COPY_BYTES)
     return fitting or COPY_SIZES[:1]
 
 
 def staging_bytes(block_bytes: int) -> int:
-    """Device memory that the copies take: what is loaded, and what is gathered to be stored."""
+    """Device memory for copies: staging of loads, and gathered blocks of stores."""
     sizes = copy_sizes(block_bytes)
     return (sum(sizes) + MAX_GATHERS * sizes[-1]) * block_bytes

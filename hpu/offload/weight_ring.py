@@ -1,4 +1,4 @@
-"""Weights of decoder layers in host memory, which take two sets of device memory by turns."""
+"""WeightRing: weights of decoder layers in host memory, double-buffered in device memory."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ Signature = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def move_to_host(layer: nn.Module, backend: Backend) -> None:
-    """Put the parameters of `layer`, empty as they are, in host memory that uploads read fast."""
+    """Move the unfilled parameters of `layer` to host memory with fast uploads."""
     for module in layer.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             host = backend.host_tensor(parameter.numel(), parameter.dtype).view(parameter.shape)
@@ -20,19 +20,20 @@ def move_to_host(layer: nn.Module, backend: Backend) -> None:
 
 
 class WeightRing:
-    """Layers whose filled parameters are in host memory. From now on their parameters are device
-    tensors at fixed addresses, which captured graphs may read: those of every second layer are the
-    same, and hold the weights of the layer that `require` or `begin` has copied last."""
+    """Decoder layers whose filled parameters are in host memory. The layers' parameters become
+    device tensors at fixed addresses, which captured graphs may read. Layers with even and odd
+    numbers each share a set of tensors, which holds the weights of the layer that `require` or
+    `begin` copied last."""
 
     def __init__(self, layers: Mapping[int, nn.Module], backend: Backend) -> None:
-        """`layers` by their indices in the model, in order."""
+        """`layers`: in order, by index in the model."""
         self.indices = tuple(layers)
         self.host_bytes = 0
         self.device_bytes = 0
         self._backend = backend
         self._copies: list[list[tuple[Tensor, Tensor]]] = []
         self._held = [-1] * NUM_SLOTS
-        """The layer, by its number in the ring, whose weights a set holds."""
+        """Number in the ring of the layer whose weights each set holds; -1: none yet."""
         sets: list[dict[Signature, nn.Parameter]] = [{} for _ in range(NUM_SLOTS)]
         for number, layer in enumerate(layers.values()):
             self._copies.append(self._bind(layer, sets[number % NUM_SLOTS]))
@@ -40,7 +41,8 @@ class WeightRing:
     def _bind(
         self, layer: nn.Module, owned: dict[Signature, nn.Parameter]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Replace the parameters of `layer` with those of a set, and return the copies."""
+        """Replace the parameters of `layer` by the tensors of a set, and return the copies that
+        fill them."""
         copies = []
         for path, module in layer.named_modules():
             for name, host in list(module.named_parameters(recurse=False)):
@@ -58,18 +60,20 @@ class WeightRing:
 
     @property
     def size(self) -> int:
-        """How many layers take turns."""
+        """Number of layers in the ring."""
         return len(self._copies)
 
     def require(self, number: int) -> None:
-        """Work that is submitted from now on finds the weights of layer `number` of the ring."""
+        """Upload the weights of layer `number` of the ring, if its set holds other weights. Work
+        submitted later reads them."""
         if self._held[number % NUM_SLOTS] != number:
             for target, source in self._copies[number]:
                 self._backend.upload(target, source)
             self._held[number % NUM_SLOTS] = number
 
     def begin(self, number: int, after: Event) -> None:
-        """As `require`, copied beside the work behind `after`, which reads the other set."""
+        """Upload the weights of layer `number` concurrently with the work after `after`, which
+        reads the other set."""
         if self._held[number % NUM_SLOTS] != number:
             self._backend.upload_beside(self._copies[number], after)
             self._held[number % NUM_SLOTS] = number

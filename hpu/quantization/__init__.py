@@ -1,5 +1,5 @@
-"""Methods: how the weights of a linear layer, and of experts, are created, converted after loading
-and multiplied.
+"""Quantization methods: how the weights of linear layers and experts are created, converted after
+loading, and multiplied.
 
-The kernels of a device are not here: a back end gives them to the layers (hpu/backends/).
+Device kernels live in hpu/backends/: a backend installs them in the layers.
 """

@@ -1,5 +1,5 @@
-"""LinearMethod and MoEMethod: how a linear layer, and the experts of a layer, store and multiply
-their weights. One file a kind beside this one; registry.py chooses."""
+"""LinearMethod and MoEMethod: how a linear layer, or the experts of a layer, store and multiply
+their weights. Each kind has its own file in this folder; registry.py chooses."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -13,114 +13,119 @@ from hpu.quantization.quantized_weight import QuantizedWeight, StackedWeights
 
 
 class LinearLayer(Protocol):
-    """What a linear layer offers to its method."""
+    """The part of a linear layer that its method uses."""
 
     dtype: torch.dtype
     device: torch.device
     weight: nn.Parameter | None
-    """(out, in) of this rank's shard; None once it was replaced."""
+    """(out, in) of this rank's shard; None once it is replaced."""
     quantized_weight: QuantizedWeight | None
-    """What replaced it, if anything did."""
+    """Replacement of `weight`; None if the layer has no quantized weight."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As that of nn.Module; None: the layer has it no longer."""
+        """nn.Module.register_parameter; `param` None removes the parameter."""
         ...
 
     def get_parameter(self, target: str) -> nn.Parameter: ...
 
 
 class LinearMethod(Protocol):
-    """One instance may serve many layers: what a layer needs is stored on the layer."""
+    """Method of linear layers. An instance may serve many layers: state of a layer is stored on the
+    layer."""
 
     def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
-        """Give `layer` the parameters, of this rank's shard, that loading fills."""
+        """Create on `layer` the parameters of this rank's shard, which loading fills."""
         ...
 
     def process_weights(self, layer: LinearLayer) -> None:
-        """Convert what was loaded: repack, scale, quantize. Once, before the first `apply`."""
+        """Convert the loaded weights: repack, scale, quantize. Called once, before the first
+        `apply`."""
         ...
 
     def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x` (..., in) times the weight, plus `bias`: (..., out). Plain operations of torch, for
-        any device; a back end may give the layer a faster kernel."""
+        """Multiply `x` (..., in) by the weight and add `bias`: (..., out). Uses plain torch
+        operations, for any device; a backend may install a faster kernel in the layer."""
         ...
 
 
 class ExpertsLayer(Protocol):
-    """What the stacked experts of a layer offer to their method. Each is a gated MLP."""
+    """The part of a layer's stacked experts that their method uses. Each expert is a gated MLP."""
 
     dtype: torch.dtype
     device: torch.device
     activation: Callable[[Tensor], Tensor]
-    """(..., 2 * inner) features, as the first product gives them, to (..., inner)."""
+    """Maps the features (..., 2 * inner) of the first product to (..., inner)."""
     w13_weight: nn.Parameter | None
-    """(experts, 2 * inner, hidden) of this rank's shard; None once replaced. Gate is before up, or
-    their rows are interleaved: as `activation` takes them."""
+    """(experts, 2 * inner, hidden) of this rank's shard; None once replaced. Gate rows precede up
+    rows, or both are interleaved, in the layout that `activation` expects."""
     w2_weight: nn.Parameter | None
-    """(experts, hidden, inner), likewise."""
+    """(experts, hidden, inner) of this rank's shard; None once replaced."""
     w13_bias: nn.Parameter | None
-    """(experts, 2 * inner) of this rank's shard, if there is one."""
+    """(experts, 2 * inner) of this rank's shard; None if the experts have no bias."""
     num_experts: int
-    """Of this rank."""
+    """Experts on this rank."""
     first_expert: int
-    """Id of the first one of this rank."""
+    """Id of the first expert on this rank."""
     quantized_weights: StackedWeights | None
-    """What replaced both weights, if the back end multiplies by it."""
+    """Replacement of both weights, if the backend multiplies quantized experts."""
     moe_op: MoEImpl | None
-    """What runs in place of `apply`, if it is set."""
+    """Kernel that runs in place of `apply`; None: `apply` runs."""
 
     @property
     def applied_w2_bias(self) -> Tensor | None:
-        """(experts, hidden) that this rank adds, if there is one."""
+        """(experts, hidden) bias that this rank adds; None if there is no bias to add."""
         ...
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As LinearLayer."""
+        """nn.Module.register_parameter; `param` None removes the parameter."""
         ...
 
     def get_parameter(self, target: str) -> nn.Parameter: ...
 
 
 class MoEMethod(Protocol):
-    """As LinearMethod, for stacked experts. `process_weights` may set the layer's moe_op."""
+    """Method of stacked experts, like LinearMethod. `process_weights` may set the layer's
+    moe_op."""
 
     def create_weights(
         self, layer: ExpertsLayer, num_experts: int, hidden_size: int, inner_size: int
     ) -> None:
-        """Give `layer` the parameters, of this rank's shard, that loading fills."""
+        """Create on `layer` the parameters of this rank's shard, which loading fills."""
         ...
 
     def process_weights(self, layer: ExpertsLayer) -> None:
-        """Convert what was loaded. Once, before the first `apply`."""
+        """Convert the loaded weights. Called once, before the first `apply`."""
         ...
 
     def apply(self, layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The sum of the experts `ids` (T, k) int64 of each token of `hidden` (T, hidden), weighted
-        by `weights` (T, k): (T, hidden). Of a shard the partial sum: the number of this rank's
-        experts, as an id, stands for all experts of other ranks, which add nothing. Plain
-        operations of torch, for any device, in static shapes but on CPU."""
+        """Sum of the outputs of the experts `ids` (T, k) int64 of each token of `hidden` (T,
+        hidden), scaled by `weights` (T, k): (T, hidden). A shard returns its partial sum. The id
+        `num_experts` of this rank marks experts of other ranks, which add nothing. Uses plain torch
+        operations, for any device, with static shapes except on a CPU."""
         ...
 
 
 class ModelPatcher(Protocol):
-    """Replaces modules of a model by others that measure or quantize: the vendor's compressor."""
+    """Replaces modules of a model by modules that measure or quantize (the vendor's compressor)."""
 
     @property
     def weight_width(self) -> int:
-        """Bytes of a weight that was patched."""
+        """Bytes per weight of a patched layer."""
         ...
 
     def patch(self, model: nn.Module) -> None:
-        """Once, when the model is loaded and runs on the device's kernels, and before anything is
-        compiled or captured. What it does not replace stays where it is."""
+        """Patch the model. Called once, after the model is loaded and uses the device's kernels,
+        and before anything is compiled or captured. Modules that are not replaced keep their place.
+        """
         ...
 
     def finish(self, model: nn.Module) -> None:
-        """Write down what was measured, if anything was. After the last launch."""
+        """Write the measurements to files, if the patcher measures. Called after the last
+        launch."""
         ...
 
     def quantizes_cache(self, model: nn.Module) -> bool:
-        """Whether the KV cache of a patched model holds FP8."""
+        """Whether the KV cache of a patched model is FP8."""
         ...
 
 
@@ -130,8 +135,9 @@ class QuantizationScheme(Protocol):
     def linear_method(
         self, shards: list[Shard], in_features: int, *, is_head: bool
     ) -> LinearMethod:
-        """The method of a layer with `in_features` inputs on this rank whose weight is `shards` of
-        the checkpoint's tensors, along the outputs. `is_head`: whether it computes the logits."""
+        """Method of a layer with `in_features` inputs on this rank whose weight consists of
+        `shards` of checkpoint tensors, concatenated along the outputs. `is_head`: whether the layer
+        computes the logits."""
         ...
 
     def moe_method(
@@ -142,7 +148,7 @@ class QuantizationScheme(Protocol):
         inner_size: int,
         activation: str,
     ) -> MoEMethod | None:
-        """The method of stacked experts whose weights, with `hidden_size` inputs and `inner_size`
-        on this rank, are the shards `w13` and `w2`; None: it cannot quantize experts. `activation`:
-        as Experts.activation_name."""
+        """Method of stacked experts whose weights, with `hidden_size` and `inner_size` inputs on
+        this rank, consist of the shards `w13` and `w2`; None: this scheme does not quantize
+        experts. `activation`: see Experts.activation_name."""
         ...

@@ -1,5 +1,5 @@
-"""Checkpoints with quantized weights, made by llmcompressor. Runs in a process of its own, in an
-environment that has it."""
+"""Creates checkpoints with quantized weights by llmcompressor. Runs in a separate process, in an
+environment in which llmcompressor is installed."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ from config.errors import ConfigError
 from config.model.quantization.base import expressions
 
 IGNORED = ("lm_head", r"re:.*\.(gate|router)$", r"re:.*shared_expert_gate$")
-"""Layers that keep their weights: the head, and routers of experts."""
+"""Layers that are not quantized: the head, and routers of experts."""
 MAX_GROUP = 128
 CONFIG, WEIGHTS = "config.json", (".safetensors", ".safetensors.index.json")
 
@@ -37,13 +37,15 @@ def compress(
     keeps_activations: bool = False,
     keeps_last_layer: bool = False,
 ) -> None:
-    """Write the quantized checkpoint of `folder` to `output`. `scheme_name`: as compressed-tensors
-    names it; `modifier`: llmcompressor's class; `samples`: texts and conversations to calibrate
-    with, none for a modifier that takes none; `group_size`: None for one that divides all layers;
-    `ignored`: paths of layers that stay as they are, or `re:` and a regular expression;
-    `keeps_activations`: those of the scheme are not to be quantized; `keeps_last_layer`: the last
-    decoder layer stays as it is, too. Raises ConfigError for a size that does not divide, and for
-    a path of no layer."""
+    """Quantize the checkpoint in `folder` and write it to `output`.
+
+    `scheme_name`: name of a compressed-tensors scheme; `modifier`: llmcompressor's class;
+    `samples`: calibration texts and conversations, empty for a modifier without calibration;
+    `group_size`: None selects a size that divides all layers; `ignored`: paths of layers that are
+    not quantized, or `re:` and a regular expression; `keeps_activations`: do not quantize the
+    scheme's activations; `keeps_last_layer`: do not quantize the last decoder layer. Raises
+    ConfigError for a size that does not divide the inputs, and for a path that matches no layer.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     linears = {
@@ -65,7 +67,7 @@ def compress(
     recipe = kind(config_groups={"weights": scheme}, ignore=kept)
     if samples:
         if not torch.accelerator.is_available():
-            # Release 0.14 pins memory for an accelerator that is not there.
+            # llmcompressor 0.14 pins memory even without an accelerator.
             IntermediatesCache.pin_memory = lambda *_: None
         tokens = [_tokens(tokenizer, one, max_length) for one in samples]
         data = datasets.Dataset.from_dict({"input_ids": [one for one in tokens if one]})
@@ -78,15 +80,16 @@ def compress(
         )
     else:
         llmcompressor.oneshot(model=model, recipe=recipe)
-    # It refuses to write some that are published; the file of the original is copied.
+    # save_pretrained refuses some published generation configs; the original file is copied below.
     model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # theirs
     model.save_pretrained(output, save_compressed=True)
     _copy_other_files(Path(folder), output)
 
 
 def last_layer(names: Iterable[str]) -> list[str]:
-    """What `ignored` takes for the last decoder layer of the linear layers `names`: it loses most
-    in FP8. None of a model with one layer, of which nothing would be left."""
+    """Entry of `ignored` for the last decoder layer of the linear layers `names`, which loses the
+    most accuracy in FP8. Empty for a model with a single layer, which would otherwise not be
+    quantized."""
     found = {match[0]: match for name in names if (match := re.match(r"(.*?\.)(\d+)\.", name))}
     last = max(found.values(), key=lambda match: int(match[2]), default=None)
     if last is None or int(last[2]) == 0:
@@ -102,7 +105,7 @@ def _tokens(tokenizer: Any, sample: str | list[dict[str, Any]], max_length: int)
 
 
 def _common_group(sizes: Any) -> int:
-    """The largest power of two up to MAX_GROUP that divides all of `sizes`."""
+    """Largest power of two up to MAX_GROUP that divides all of `sizes`."""
     group = MAX_GROUP
     while any(size % group for size in sizes):
         group //= 2
@@ -125,7 +128,7 @@ def _check_ignored(ignored: Sequence[str], names: list[str]) -> None:
 
 
 def _copy_other_files(source: Path, target: Path) -> None:
-    """Tokenizer, chat template and so on, as they are."""
+    """Copy tokenizer, chat template and other files unchanged."""
     for file in source.iterdir():
         if file.is_file() and file.name != CONFIG and not file.name.endswith(WEIGHTS):
             shutil.copy(file, target / file.name)

@@ -1,4 +1,4 @@
-"""The quantized blocks of a GGUF file, as config/checkpoint/gguf_weights.py stores them."""
+"""Reader of a GGUF file's quantized blocks, as stored by config/checkpoint/gguf_weights.py."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from config.checkpoint.weight_maps.shard import Shard
 from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight, concatenate
 
 BLOCK_BYTES = {"Q8_0": 2 + GROUP_SIZE, "Q4_0": 2 + GROUP_SIZE // 2, "Q4_1": 4 + GROUP_SIZE // 2}
-"""Of GROUP_SIZE inputs of an output, by type."""
+"""Bytes of a block of GROUP_SIZE inputs, by GGUF type."""
 
 
 class GgufBlocks:
-    """The file beside the weights. A tensor is read when `weight` needs it."""
+    """The block file next to the weights. A tensor is read when `weight` needs it."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -24,8 +24,8 @@ class GgufBlocks:
         self._kinds = dict(key.rsplit(" ", 1) for key in keys)
 
     def weight(self, shards: list[Shard]) -> QuantizedWeight | None:
-        """The `shards` of tensors, concatenated along the outputs; None if the file has them in
-        types that are not stored, or in several, or if a shard begins or ends within a block."""
+        """The `shards` of tensors, concatenated along the outputs; None if the file lacks a tensor,
+        if their types differ, or if a shard begins or ends within a block."""
         if not all(shard.spec.name in self._kinds and _has_whole_blocks(shard) for shard in shards):
             return None
         with safe_open(self._path, framework="pt") as file:
@@ -44,7 +44,7 @@ def _has_whole_blocks(shard: Shard) -> bool:
 
 
 def _rows(shard: Shard, stored: Any, block_bytes: int) -> Tensor:
-    """(out, bytes) of this rank. `stored`: all of them, as safetensors slices them."""
+    """(out, bytes) of this rank. `stored`: the safetensors slice of the whole tensor."""
     if shard.intervals is None:
         whole: Tensor = stored[:]
         return whole
@@ -58,9 +58,9 @@ def _rows(shard: Shard, stored: Any, block_bytes: int) -> Tensor:
 
 
 def _unpack(kind: str, rows: Tensor) -> QuantizedWeight:
-    """One tensor (out, bytes): blocks of 32 inputs, each a float16 scale, with Q4_1 a float16
-    minimum, and the values; with 4 bits the low halves of the bytes are the first 16 inputs, the
-    high halves the others (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h)."""
+    """Unpack a tensor (out, bytes): blocks of 32 inputs, each a float16 scale, a float16 minimum in
+    Q4_1, and the values. 4-bit values: the low halves of the bytes are the first 16 inputs, the
+    high halves are the last 16 (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h)."""
     num_rows = rows.shape[0]
     header = 4 if kind == "Q4_1" else 2
     blocks = rows.view(num_rows, -1, BLOCK_BYTES[kind])
@@ -70,6 +70,6 @@ def _unpack(kind: str, rows: Tensor) -> QuantizedWeight:
     if kind == "Q8_0":
         return QuantizedWeight(8, packed.contiguous().view(torch.int8).view(num_rows, -1), scales)
     values = torch.cat((packed & 15, packed >> 4), dim=-1).view(num_rows, -1)
-    # Q4_0 counts its values from -8.
+    # Q4_0 values are offset by 8.
     mins = tables[..., 1].contiguous() if kind == "Q4_1" else scales * -8
     return QuantizedWeight(4, values, scales, mins)

@@ -1,9 +1,10 @@
-"""FP8 with Intel Neural Compressor (INC): it replaces modules of a loaded model by modules of its
-own, which measure, or which quantize by what was measured.
+"""FP8 with Intel Neural Compressor (INC), which replaces modules of a loaded model by modules that
+measure, or that quantize with earlier measurements.
 
-Which attributes it reads of linear layers, and what its modules return: Patched*Linear in
-_quant_common/helper_modules.py of fp8_quant in intel/neural-compressor. The order of the steps is
-that of load_model in vllm_gaudi/v1/worker/hpu_model_runner.py of vllm-project/vllm-gaudi.
+The attributes that INC reads from linear layers, and the return values of its modules:
+Patched*Linear in _quant_common/helper_modules.py of fp8_quant in intel/neural-compressor. The steps
+follow the order of load_model in vllm_gaudi/v1/worker/hpu_model_runner.py of
+vllm-project/vllm-gaudi.
 """
 
 import importlib
@@ -33,16 +34,16 @@ QUANTIZATION = "neural_compressor.torch.quantization"
 COLLECTIVES = "neural_compressor.torch.algorithms.fp8_quant._core.external_func_impl"
 
 REFUSALS = (AssertionError, EOFError, KeyError, OSError, UnpicklingError, ValueError, BadZipFile)
-"""What it raises for a wrong configuration and for files that are not its own."""
+"""Exceptions that INC raises for a wrong configuration and for files that it did not write."""
 NEVER_CALLED = {"softmax"}
-"""Modules of attention that are called only without fused attention."""
+"""Attention modules that are called only without fused attention."""
 PATCHED_CACHE = "PatchedVLLMKVCache"
 UNMEASURED = "PatchedUnmeasuredModule"
 
 
 class IncLinearMethod:
-    """Loads the weight into the host's memory, from which the compressor moves it. An instance is
-    one layer's: the compressor may replace its `apply`."""
+    """Loads the weight into host memory, from which INC moves it to the device. Each layer has its
+    own instance, because INC may replace its `apply`."""
 
     def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
         empty = torch.empty(out_features, in_features, dtype=layer.dtype)
@@ -57,7 +58,7 @@ class IncLinearMethod:
 
 
 class IncMoEMethod(UnquantizedMoEMethod):
-    """Likewise, of stacked experts."""
+    """Loads the weights of stacked experts into host memory, like IncLinearMethod."""
 
     def create_weights(
         self, layer: ExpertsLayer, num_experts: int, hidden_size: int, inner_size: int
@@ -71,7 +72,7 @@ class IncMoEMethod(UnquantizedMoEMethod):
 
 
 class IncScheme:
-    """All linear layers and experts; the compressor's configuration says which it leaves alone."""
+    """Scheme for all linear layers and experts; the INC configuration lists the modules to skip."""
 
     def linear_method(
         self, shards: list[Shard], in_features: int, *, is_head: bool
@@ -90,11 +91,11 @@ class IncScheme:
 
 
 class IncCompressor:
-    """A ModelPatcher. Raises ConfigError where the package is missing, and CheckpointError for
-    measures that do not fit the model."""
+    """ModelPatcher of INC. Raises ConfigError if the package is missing, and CheckpointError for
+    measurements that do not fit the model."""
 
     def __init__(self, config: QuantConfig, group: ProcessGroup) -> None:
-        """`group`: the tensor-parallel ranks. Before the model is loaded."""
+        """Create before the model is loaded. `group`: the tensor-parallel ranks."""
         self.config = config
         self._group = group
         try:
@@ -105,7 +106,7 @@ class IncCompressor:
                 f"quantization is inc, and Intel Neural Compressor is not usable here ({error}): "
                 f"pip install {PACKAGE}"
             ) from error
-        # Left to itself it takes those of vLLM.
+        # By default INC calls the collectives of vLLM.
         vars(collectives).update(
             tensor_model_parallel_all_reduce=group.all_reduce,
             tensor_model_parallel_all_gather=group.all_gather,
@@ -119,7 +120,7 @@ class IncCompressor:
         originals = _prepare_linears(model)
         for module in model.modules():
             if isinstance(module, Experts) and module.moe_op is not None:
-                # Its views hold each expert until the compressor has moved it.
+                # The views in moe_op hold each expert until INC has moved it.
                 module.replace_weights(module.moe_op)
         try:
             config = self._inc.FP8Config.from_json_file(self.config.path)
@@ -145,13 +146,12 @@ class IncCompressor:
             logger.info("Measures: written to %s", file)
 
     def quantizes_cache(self, model: nn.Module) -> bool:
-        """Whether a patched model has its KV cache in FP8."""
+        """Whether a patched model has an FP8 KV cache."""
         has_cache = any(type(module).__name__ == PATCHED_CACHE for module in model.modules())
         return has_cache and not self.config.measures
 
     def _check(self, model: nn.Module) -> None:
-        """Raise CheckpointError for modules that a launch calls, and of which there are no
-        measures."""
+        """Raise CheckpointError if a module that launches call has no measurements."""
         unmeasured = [
             path
             for path, module in model.named_modules()
@@ -166,7 +166,8 @@ class IncCompressor:
 
 
 def _prepare_linears(model: nn.Module) -> dict[LinearBase, list[str]]:
-    """The linear layers with their paths, given what the compressor reads of vLLM's."""
+    """Set on the linear layers the attributes of vLLM's layers that INC reads. Returns the layers
+    with their paths."""
     linears: dict[LinearBase, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, LinearBase):
@@ -187,24 +188,25 @@ def _prepare_linears(model: nn.Module) -> dict[LinearBase, list[str]]:
 
 
 def _adapt(model: nn.Module, original: LinearBase, paths: list[str]) -> None:
-    """Let the module in the place of `original` be called like it, at all of its `paths`."""
+    """Make the module that replaced `original` callable like `original`, at all of its `paths`."""
     found = (model.get_submodule(path) for path in paths)
-    # The compressor replaces it at one of them.
+    # INC replaces a shared module at a single path only.
     patched = next((module for module in found if module is not original), None)
     if patched is None:
         return
     for path in paths:
         model.set_submodule(path, patched)
     if isinstance(original, ParallelLMHead):
-        # Its method is what the compressor has replaced.
+        # INC has replaced the method of the head.
         vars(patched)["forward"] = original.forward
     else:
         vars(patched)["forward"] = _without_bias(patched.forward)
 
 
 def _write_alone(cache: nn.Module) -> None:
-    """Let a patched KV cache write without dequantizing all of it for a caller who ignores that.
-    In the lazy modes the runtime drops what nobody holds; in others it takes time and memory."""
+    """Make a patched KV cache write without dequantizing the whole cache, since the caller ignores
+    the result. In the lazy modes the runtime drops unused results; in other modes dequantizing
+    takes time and memory."""
     quantize, original = cast(Any, cache.quant_input), cast(Any, cache.orig_mod)
 
     def forward(input: Tensor, cache: Tensor, slot_mapping: Tensor) -> Tensor:
@@ -215,7 +217,8 @@ def _write_alone(cache: nn.Module) -> None:
 
 
 def _without_bias(forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
-    """Those of vLLM's layers return their bias, too, for the caller to add."""
+    """Drop the bias from the result of `forward`: patched vLLM layers also return the bias, for the
+    caller to add."""
 
     def call(x: Tensor) -> Tensor:
         returned = forward(x)

@@ -1,4 +1,4 @@
-"""4 bits: asymmetric, a float16 scale and minimum for each group of inputs."""
+"""4-bit quantization: asymmetric, with a float16 scale and minimum per group of inputs."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight, nonze
 
 
 def quantize_int4(weight: Tensor) -> QuantizedWeight:
-    """`weight` (out, in) rounded to the nearest of 16 steps from the minimum to the maximum of each
-    group; `in` must be a multiple of GROUP_SIZE."""
+    """Quantize `weight` (out, in) to the nearest of 16 steps between the minimum and the maximum of
+    each group; `in` must be a multiple of GROUP_SIZE."""
     out, size = weight.shape
     if size % GROUP_SIZE:
         raise ValueError(f"in is {size}, it must be a multiple of {GROUP_SIZE}")

@@ -1,5 +1,5 @@
-"""Formats of the KV cache other than the data type of the model: how the keys or values of a token
-are stored, written and read. A back end chooses one (Backend.kv_cache_format)."""
+"""KV cache formats other than the model's dtype: how the keys or values of a token are stored,
+written and read. A backend chooses the format (Backend.kv_cache_format)."""
 
 from typing import Protocol
 
@@ -16,54 +16,55 @@ from config.model.kv_cache_dtype import (
 )
 
 FP8_MAX = 448.0
-"""Largest value of e4m3 in checkpoints and on a CPU."""
+"""Largest e4m3 value in checkpoints and on a CPU."""
 INT8_MAX = 127.0
 MIN_AMAX = 1e-30
-"""Numbers below it are stored as zeros: the inverse of their scale may be infinite."""
+"""Vectors with a smaller maximum magnitude are stored as zeros: the inverse of their scale may be
+infinite."""
 
 
 class Codec(Protocol):
-    """Stores the keys, or the values, of one layer. Static shapes on the device of the tensors: it
-    may be captured."""
+    """Encoder and decoder of the keys, or the values, of a layer. It uses static shapes on the
+    tensors' device, so it can be captured."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """Rows (..., row_size) of the cache for `x` (..., head_dim)."""
+        """Cache rows (..., row_size) for `x` (..., head_dim)."""
         ...
 
     def decode(self, rows: Tensor) -> Tensor:
-        """(..., head_dim) in the data type of the model."""
+        """(..., head_dim) in the model's dtype."""
         ...
 
 
 class KVCacheFormat(Protocol):
-    """How all layers of a model store keys and values."""
+    """Storage format of keys and values for all layers of a model."""
 
     name: str
-    """As --kv-cache-dtype names it."""
+    """Name in --kv-cache-dtype."""
     dtype: torch.dtype
-    """Of the caches."""
+    """Dtype of the cache tensors."""
     has_layer_scales: bool
-    """Whether each layer has a scale of its keys and one of its values: those of the checkpoint, or
-    1, or calculated ones."""
+    """Whether each layer has a scale for its keys and a scale for its values: from the checkpoint,
+    calculated, or 1."""
     unit: float
-    """What a stored 1 stands for with a scale of 1."""
+    """Value that a stored 1 represents at a scale of 1."""
 
     def row_size(self, head_dim: int) -> int:
-        """Entries of a cache for a head of a token."""
+        """Cache entries per head of a token."""
         ...
 
     def codec(self, dtype: torch.dtype, scale: Tensor | None) -> Codec:
-        """For a model of `dtype`; `scale` (1) float32 of the layer's keys or values, if layers have
-        scales."""
+        """Codec for a model of `dtype`. `scale` (1) float32: scale of the layer's keys or values;
+        None if layers have no scales."""
         ...
 
     def clean(self, rows: Tensor) -> Tensor:
-        """`rows` of a cache with zeros for what is not finite."""
+        """`rows` of a cache with non-finite values replaced by zeros."""
         ...
 
 
 class EncodedKVCache:
-    """KVCacheOps of a cache in a format."""
+    """KVCacheOps of a cache in a KVCacheFormat."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -75,13 +76,13 @@ class EncodedKVCache:
         return self._codec.decode(cache if blocks is None else cache.index_select(0, blocks))
 
     def rounded(self, x: Tensor) -> Tensor:
-        """`x` (..., head_dim) as it would be read from the cache: attention of a prompt over its
-        own tokens then gives what it gives over the same tokens in the cache."""
+        """`x` (..., head_dim) rounded as if it was written to the cache and read back: attention of
+        a prompt over its own tokens then equals attention over the same tokens in the cache."""
         return self._codec.decode(self._codec.encode(x))
 
 
 class CastFormat:
-    """KVCacheFormat of another float type."""
+    """KVCacheFormat of a float dtype other than the model's."""
 
     has_layer_scales = False
     unit = 1.0
@@ -108,7 +109,7 @@ class _Cast:
 
     def encode(self, x: Tensor) -> Tensor:
         if torch.finfo(x.dtype).max > self._largest:
-            # Not to infinity, which would make the softmax of the whole sequence NaN.
+            # Clamped: an overflow to infinity would make the softmax of the whole sequence NaN.
             x = x.clamp(-self._largest, self._largest)
         return x.to(self._stored)
 
@@ -117,8 +118,8 @@ class _Cast:
 
 
 class Int8Format:
-    """KVCacheFormat of 8-bit integers with a float32 scale for each head of each token, the largest
-    magnitude / 127, computed when they are written. Its bytes are behind those of the integers."""
+    """KVCacheFormat of 8-bit integers with a float32 scale for each head of each token: the largest
+    magnitude / 127, computed at the write. The bytes of the scale follow the integers."""
 
     name = INT8
     dtype = torch.int8
@@ -141,7 +142,7 @@ class _Int8:
 
     def encode(self, x: Tensor) -> Tensor:
         wide = x.float()
-        # NaN where one number is.
+        # NaN if any element is NaN.
         amax = wide.abs().amax(-1, keepdim=True)
         inverse = torch.where(amax > MIN_AMAX, INT8_MAX / amax, 0.0)
         numbers = torch.nan_to_num(wide * inverse).round_().to(torch.int8)
@@ -153,13 +154,13 @@ class _Int8:
 
 
 def _scales(rows: Tensor) -> Tensor:
-    """(..., 1) float32 of int8 `rows`."""
+    """Scales (..., 1) float32 of int8 `rows`."""
     return rows[..., -INT8_SCALE_BYTES:].contiguous().view(torch.float32)
 
 
 class Fp8Format:
-    """KVCacheFormat of e4m3 with the range of checkpoints, in uint8: torch writes no FP8 by index
-    on a CPU. Larger numbers are stored as the largest."""
+    """KVCacheFormat of e4m3 with the range of checkpoints. Stored as uint8, because torch cannot
+    write FP8 by index on a CPU. Values beyond the range are stored as the largest value."""
 
     dtype = torch.uint8
     has_layer_scales = True
@@ -194,22 +195,22 @@ class _Fp8:
 
 
 def fp8_errors(x: Tensor, scales: Tensor) -> Tensor:
-    """(n) float32: the sum of the square errors of `x`, any shape on the host, in e4m3 multiples of
-    each of `scales` (n)."""
+    """(n) float32: for each of `scales` (n), the sum of squared errors of `x` (any shape, on the
+    host) when it is rounded to e4m3 with that scale."""
     codecs = [_Fp8(x.dtype, one) for one in scales]
     return torch.stack([(one.decode(one.encode(x)) - x).square().sum() for one in codecs])
 
 
 class HpuFp8Format:
-    """KVCacheFormat of e4m3 on Gaudi, as that of vLLM's plug-in without a calibration. The largest
-    number of the cache is that of a checkpoint's scale, whatever the largest of the card is: on a
-    Gaudi 2 codes stand for more."""
+    """KVCacheFormat of e4m3 on Gaudi, equal to the uncalibrated format of vLLM's plug-in. Scales of
+    checkpoints keep their meaning on every card: the largest cached value is FP8_MAX times the
+    scale, so on a Gaudi 2, whose e4m3 ends earlier, a stored 1 represents more."""
 
     dtype = torch.float8_e4m3fn
     has_layer_scales = True
 
     def __init__(self, name: str, largest: float) -> None:
-        """`largest`: of the card's e4m3."""
+        """`largest`: largest e4m3 value of the card."""
         self.name = name
         self.unit = FP8_MAX / largest
 
@@ -225,11 +226,12 @@ class HpuFp8Format:
 
 
 class _HpuFp8:
-    """With scales as tensors: numbers would be part of a recipe, and each layer have its own."""
+    """Codec with scales as tensors: Python numbers would be constants, and each layer would need a
+    recipe of its own."""
 
     def __init__(self, dtype: torch.dtype, scale: Tensor, unit: float) -> None:
         self._dtype = dtype
-        # On the host: on the device these would be launches.
+        # Computed on the host: on the device these operations would be launches.
         own = scale.detach().cpu() * unit
         self._scale = own.to(scale.device)
         self._multiplier = own.reciprocal().to(scale.device)
@@ -249,13 +251,14 @@ FLOATS = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
 
 
 def cast_format(kv_cache_dtype: str, dtype: torch.dtype) -> CastFormat | None:
-    """That of a float type; None: it is `dtype`, of the model. KeyError for another format."""
+    """Format of a float dtype; None if it is the model's `dtype`. Raises KeyError for another
+    format."""
     stored = FLOATS[kv_cache_dtype]
     return None if stored == dtype else CastFormat(kv_cache_dtype, stored)
 
 
 def plain_format(kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | None:
-    """Of plain operations, for a model of `dtype`; None: its own data type."""
+    """Format that uses plain torch operations, for a model of `dtype`; None: the model's dtype."""
     if kv_cache_dtype == INT8:
         return Int8Format()
     if kv_cache_dtype in (FP8, FP8_INC):
@@ -264,7 +267,7 @@ def plain_format(kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | Non
 
 
 def zero_non_finite(rows: Tensor) -> Tensor:
-    """`rows` of a cache with zeros for what is not finite."""
-    # In FP8 little more than casts is defined.
+    """`rows` of a cache with non-finite values replaced by zeros."""
+    # torch defines few operations besides casts for FP8.
     wide = rows.to(torch.bfloat16) if rows.dtype == torch.float8_e4m3fn else rows
     return torch.nan_to_num(wide, 0.0, 0.0, 0.0).to(rows.dtype)

@@ -1,4 +1,4 @@
-"""QuantizedWeight: a weight in 8 or 4 bits with its scales."""
+"""QuantizedWeight: an 8-bit or 4-bit weight with its scales."""
 
 from typing import NamedTuple
 
@@ -9,26 +9,28 @@ from hpu.model_loader.mxfp4 import dequantize_mxfp4
 from hpu.model_loader.quantized_weights import from_pairs
 
 GROUP_SIZE = 32
-"""Inputs that share a scale where we quantize, and of which groups of checkpoints consist."""
+"""Inputs per scale in weights that this server quantizes. Groups of packed checkpoint weights are
+multiples of it."""
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight (out, in): values * scales + mins, in groups of inputs of the same size."""
+    """A weight (out, in) = values * scales + mins, in groups of inputs of equal size."""
 
     bits: int
-    """4 or 8."""
+    """Bits per value: 4 or 8."""
     values: Tensor
-    """(out, in): int8, or uint8 up to 15; (out, in / 2) uint8 of `in_pairs`."""
+    """(out, in) int8, or uint8 up to 15; with `in_pairs` (out, in / 2) uint8."""
     scales: Tensor
-    """(out, groups): float16 for groups of GROUP_SIZE, or float32."""
+    """(out, groups): float16 for groups of GROUP_SIZE, else float32."""
     mins: Tensor | None = None
-    """As `scales`; float16 with 4 bits only."""
+    """(out, groups), in the dtype of `scales`; float16 with 4 bits only. None: no minimums."""
     order: Tensor | None = None
-    """(in) int32: which input of the layer each of the weight is for, -1: none; None: the same."""
+    """(in) int32: the layer's input for each input of the weight, -1 for padding. None: same
+    order."""
     in_pairs: bool = False
-    """Two 4-bit values are in a byte, the first in its low half."""
+    """Whether each byte holds two 4-bit values, the first value in the low half."""
     layer_inputs: int | None = None
-    """Inputs of the layer, where `order` has some that are for none."""
+    """Number of inputs of the layer, if `order` contains padding."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -38,7 +40,7 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def num_inputs(self) -> int:
-        """Of the layer."""
+        """Number of inputs of the layer."""
         return self.shape[1] if self.layer_inputs is None else self.layer_inputs
 
     @property
@@ -48,7 +50,7 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def is_per_output(self) -> bool:
-        """Whether each output has one scale and no minimum."""
+        """Whether each output has a single scale and no minimum."""
         return self.scales.shape[1] == 1 and self.mins is None
 
     @property
@@ -66,8 +68,7 @@ class QuantizedWeight(NamedTuple):
         return from_pairs(self.values) if self.in_pairs else self.values
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """(out, num_inputs) in `dtype`, rounded once, for the inputs of the layer in their own
-        order."""
+        """(out, num_inputs) in `dtype`, rounded once, with inputs in the layer's order."""
         out, groups = self.scales.shape
         weight = self.unpacked.view(out, groups, -1) * self.scales.float().unsqueeze(-1)
         if self.mins is not None:
@@ -81,14 +82,14 @@ class QuantizedWeight(NamedTuple):
 
 
 class Mxfp4Weight(NamedTuple):
-    """A weight (out, in) in MXFP4, as dequantize_mxfp4 takes it."""
+    """A weight (out, in) in MXFP4, in the layout of dequantize_mxfp4."""
 
     blocks: Tensor
     """(out, in / 32, 16) uint8"""
     scales: Tensor
     """(out, in / 32) uint8"""
     order: None = None
-    """As QuantizedWeight."""
+    """Always None: inputs are in the layer's order."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -111,7 +112,7 @@ class Mxfp4Weight(NamedTuple):
         return from_pairs(self.blocks.flatten(1))
 
     def select(self, outputs: Tensor) -> "Mxfp4Weight":
-        """That of some of the outputs, in their order."""
+        """The weight of the given outputs, in the given order."""
         return Mxfp4Weight(self.blocks[outputs], self.scales[outputs])
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -120,12 +121,12 @@ class Mxfp4Weight(NamedTuple):
 
 
 class StackedWeights(NamedTuple):
-    """Of a layer's experts, each of them a weight of its own."""
+    """Quantized weights of a layer's experts, a separate weight per expert."""
 
     w13: tuple[QuantizedWeight | Mxfp4Weight, ...]
-    """(2 * inner, hidden) each, with rows as ExpertsLayer.w13_weight has them."""
+    """(2 * inner, hidden) per expert, with rows in the order of ExpertsLayer.w13_weight."""
     w2: tuple[QuantizedWeight | Mxfp4Weight, ...]
-    """(hidden, inner) each."""
+    """(hidden, inner) per expert."""
 
     @property
     def num_bytes(self) -> int:
@@ -133,7 +134,7 @@ class StackedWeights(NamedTuple):
 
 
 def concatenate(parts: list[QuantizedWeight]) -> QuantizedWeight | None:
-    """The weights along the outputs; None if they are not of one kind."""
+    """Concatenate the weights along the outputs; None if their kinds differ."""
     kinds = {(part.bits, part.is_per_output, part.mins is None) for part in parts}
     if len(kinds) > 1:
         return None
@@ -147,5 +148,5 @@ def concatenate(parts: list[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 def nonzero(scales: Tensor) -> Tensor:
-    """`scales` as divisors: 1 instead of 0, which the scale of equal values is."""
+    """`scales` usable as divisors: 0, the scale of groups of equal values, becomes 1."""
     return torch.where(scales == 0, torch.ones_like(scales), scales)

@@ -1,4 +1,4 @@
-"""Name of a quantization to the methods of a model's linear layers."""
+"""Selects the quantization methods of a model's layers by name."""
 
 import logging
 import time
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class _WithoutExperts:
-    """What we quantize ourselves: no experts."""
+    """Base of the schemes that quantize after loading: experts are not quantized."""
 
     def moe_method(
         self,
@@ -45,7 +45,7 @@ class _WithoutExperts:
 
 
 class Int8(_WithoutExperts):
-    """8 bits everywhere."""
+    """8 bits in all linear layers."""
 
     def linear_method(
         self, shards: list[Shard], in_features: int, *, is_head: bool
@@ -54,7 +54,8 @@ class Int8(_WithoutExperts):
 
 
 class Int4(_WithoutExperts):
-    """4 bits, but 8 in the head and where the inputs are no whole number of groups."""
+    """4 bits, except 8 bits in the head and in layers whose inputs are not a multiple of
+    GROUP_SIZE."""
 
     def linear_method(
         self, shards: list[Shard], in_features: int, *, is_head: bool
@@ -65,7 +66,7 @@ class Int4(_WithoutExperts):
 
 
 class _Gguf(_WithoutExperts):
-    """The bits that the GGUF file has."""
+    """The bits of the GGUF file."""
 
     def __init__(self, path: Path) -> None:
         self._blocks = GgufBlocks(path)
@@ -75,7 +76,7 @@ class _Gguf(_WithoutExperts):
     ) -> LinearMethod:
         def blocks_of(weight: Tensor) -> QuantizedWeight | None:
             blocks = self._blocks.weight(shards)
-            # A rank whose shard of the vocabulary is filled up has more rows than the file.
+            # A rank with a padded vocabulary shard has more rows than the file.
             is_whole = blocks is not None and blocks.values.shape == weight.shape
             return blocks if is_whole else None
 
@@ -97,10 +98,10 @@ def select_quantization(
     make_method: MakeMethod,
     make_moe_method: MakeMoEMethod,
 ) -> QuantizationScheme | None:
-    """That of the checkpoint, by the methods of `make_method` and `make_moe_method`, or what
-    `config.quantization` names; None for none. ConfigError where they contradict each other, or
-    where the device cannot multiply weights that we quantize: they need bfloat16 activations on a
-    CPU."""
+    """Scheme of the checkpoint, with the methods from `make_method` and `make_moe_method`, or the
+    scheme that `config.quantization` names; None: no quantization. Raises ConfigError if they
+    contradict each other, or if the device cannot multiply weights quantized after loading, which
+    need bfloat16 activations on a CPU."""
     name = chosen_quantization(config.quantization, facts)
     if facts.is_quantized and (name is None or facts.quantization is not None):
         return CheckpointScheme(make_method, make_moe_method)
@@ -122,17 +123,17 @@ def select_quantization(
 
 
 def select_patcher(config: EngineConfig, group: ProcessGroup) -> ModelPatcher | None:
-    """What replaces modules of the loaded model, on a rank of the tensor-parallel `group`. Raises
-    ConfigError."""
+    """Patcher of the loaded model, on a rank of the tensor-parallel `group`; None if no patcher is
+    configured. Raises ConfigError."""
     if config.quantization != INC:
         return None
     return IncCompressor(read_quant_config(config.quant_config), group)
 
 
 def process_weights(model: nn.Module, quantization: str | None) -> int:
-    """Let the method of each linear layer, and of experts, convert the loaded weights, and latent
-    attention make the matrices that its decodes absorb. Returns the
-    bytes of the quantized weights, which are not among the parameters of `model`."""
+    """Let the method of each linear layer and of the experts convert the loaded weights, and let
+    latent attention build the matrices that its decodes absorb. Returns the bytes of the quantized
+    weights, which are not parameters of `model`."""
     start = time.perf_counter()
     num_bytes = num_kept = num_unquantized = 0
     for layer in model.modules():

@@ -1,5 +1,5 @@
-"""UnquantizedLinearMethod and UnquantizedMoEMethod: weights in the model's dtype, as they were
-loaded. The second also multiplies by quantized weights that no kernel takes, dequantized."""
+"""UnquantizedLinearMethod and UnquantizedMoEMethod: weights in the model's dtype, as loaded.
+UnquantizedMoEMethod also dequantizes and multiplies quantized weights that no kernel supports."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from hpu.quantization.base import ExpertsLayer, LinearLayer
 
 
 class UnquantizedLinearMethod:
-    """A LinearMethod without conversion."""
+    """LinearMethod that keeps the weights as loaded."""
 
     def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
         empty = torch.empty(out_features, in_features, dtype=layer.dtype, device=layer.device)
@@ -27,7 +27,7 @@ UNQUANTIZED = UnquantizedLinearMethod()
 
 
 class UnquantizedMoEMethod:
-    """A MoEMethod without conversion. Sums of experts are float32."""
+    """MoEMethod that keeps the weights as loaded. Sums over experts are float32."""
 
     def create_weights(
         self, layer: ExpertsLayer, num_experts: int, hidden_size: int, inner_size: int
@@ -48,7 +48,7 @@ class UnquantizedMoEMethod:
 
 
 def _expert(layer: ExpertsLayer, index: int, hidden: Tensor) -> Tensor:
-    """(T, hidden) to the same, in float32."""
+    """Output (T, hidden) float32 of an expert for `hidden` (T, hidden)."""
     w13, w2 = weights_of(layer, index, hidden.dtype)
     w13_bias, w2_bias = (
         None if bias is None else bias[index] for bias in (layer.w13_bias, layer.applied_w2_bias)
@@ -58,7 +58,7 @@ def _expert(layer: ExpertsLayer, index: int, hidden: Tensor) -> Tensor:
 
 
 def weights_of(layer: ExpertsLayer, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both weights of an expert, in `dtype` if they are quantized."""
+    """Both weights of an expert; quantized weights are dequantized to `dtype`."""
     if layer.quantized_weights is not None:
         w13, w2 = (stack[index].dequantize(dtype) for stack in layer.quantized_weights)
         return w13, w2
@@ -67,11 +67,11 @@ def weights_of(layer: ExpertsLayer, index: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def _apply_to_chosen(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Each expert multiplies the tokens that chose it. Their number is read on the host."""
+    """Each expert multiplies only the tokens that chose it. The host reads the number of tokens."""
     out = torch.zeros_like(hidden, dtype=torch.float32)
     order = ids.flatten().argsort(stable=True)
     num_experts = layer.num_experts
-    # Behind them are the tokens that chose experts of other ranks.
+    # Tokens that chose experts of other ranks sort last.
     counts = ids.flatten().bincount(minlength=num_experts).tolist()[:num_experts]
     order = order[: sum(counts)]
     tokens, weights = order // ids.shape[1], weights.flatten()[order].unsqueeze(-1)
@@ -86,8 +86,8 @@ def _apply_to_chosen(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: 
 
 
 def _apply_to_all(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Each expert multiplies all tokens, so that no shape depends on the choice: slow, for devices
-    whose back end has no kernel of its own."""
+    """Each expert multiplies all tokens, so that no shape depends on the routing. Slow; for devices
+    whose backend has no kernel for experts."""
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for index in range(layer.num_experts):
         scale = (weights * (ids == index)).sum(-1, keepdim=True)

@@ -1,5 +1,5 @@
-"""WeightOnlyLinearMethod: a weight that is quantized after loading and multiplied with activations
-in the model's dtype."""
+"""WeightOnlyLinearMethod: a weight that is quantized after loading and multiplied by activations in
+the model's dtype."""
 
 from collections.abc import Callable
 
@@ -14,8 +14,8 @@ Quantize = Callable[[Tensor], QuantizedWeight | None]
 
 
 class WeightOnlyLinearMethod:
-    """A LinearMethod whose `quantize` converts the loaded weight (out, in), or returns None for one
-    that stays in the model's dtype."""
+    """LinearMethod whose `quantize` converts the loaded weight (out, in), or returns None to keep
+    the weight in the model's dtype."""
 
     def __init__(self, quantize: Quantize) -> None:
         self._quantize = quantize

@@ -1,5 +1,5 @@
-"""The collective back end `hccl` over gloo: ranks from the environment, initialisation before the
-first use of the card, and ranks that run different collectives."""
+"""The emulated `hccl` backend over gloo: ranks from the environment, initialisation before the
+first use of the card, and detection of ranks that run different collectives."""
 
 import zlib
 from datetime import timedelta
@@ -21,24 +21,24 @@ RANK_VARIABLES = {
 
 
 TEXT_BYTES = 1024
-"""Of a collective's description that goes to the other ranks when they disagree."""
+"""Size limit of a collective's description, which ranks exchange when they disagree."""
 
 
 class CollectiveCheck:
-    """Compares the collectives of all ranks of a group before they run, for each group by itself.
+    """Compares the collectives of all ranks of a group before they run, separately for each group.
 
-    The real card waits forever if one rank runs another bucket; here every rank raises an error
-    with both. A rank that never arrives is a timeout of gloo.
+    The real card waits forever if a rank runs another bucket; here every rank raises an error that
+    names both collectives. A rank that never arrives causes a gloo timeout.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise RuntimeError on every rank of the group among the arguments of the operator `name`
-        if they do not all run it with tensors and numbers (the root, say) like these. The kind of
-        reduction is not compared: torch does not show it. A send and its receive are not compared:
-        they concern two ranks, and differ by design."""
+        """Raise RuntimeError on every rank of the group in the arguments of operator `name` if the
+        ranks disagree on the operator, its tensors' shapes and dtypes, or its numbers (the root,
+        for example). The kind of reduction is not compared: torch does not expose it. Sends and
+        receives are not compared: they concern two ranks, and differ by design."""
         if name in POINT_TO_POINT:
             return
         group = _group_of(args, kwargs)
@@ -78,8 +78,8 @@ def _group_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def register(current: str) -> None:
-    """Register `hccl` with torch.distributed, once per process. That cannot be undone, so the back
-    end takes the installed card from the module `current` when a group is created."""
+    """Register `hccl` with torch.distributed, once per process. Registration cannot be undone, so
+    the backend looks up the installed card in the module `current` when a group is created."""
     if "HCCL" in dist.Backend._plugins:
         return
 
@@ -105,8 +105,8 @@ def make_module(device: Device) -> ModuleType:
         world_size: int | None = None, rank: int | None = None, local_rank: int | None = None
     ) -> tuple[int, int, int]:
         """(world size, rank, local rank) from arguments or the environment; sets this process's
-        module id if there is more than one rank. A local rank that nobody gives is -1: then the
-        process takes the first free card."""
+        module id if there are several ranks. The local rank defaults to -1: the process then takes
+        the first free card."""
         if device.acquisition.is_acquired:
             raise RuntimeError("hccl must be initialised before the first touch of the device")
         environment = device.variables.environment

@@ -1,5 +1,5 @@
-"""torch.compile with the back end `hpu_backend`: torch traces as for the card, and what it gives
-runs as one region, a recipe for each of its shapes."""
+"""torch.compile with the backend `hpu_backend`. torch traces as for the card; each traced graph
+runs as a region, with a recipe for each of its shapes."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ CompilerFn = Callable[..., Callable[..., Any]]
 
 
 def make_backend(device: Device) -> CompilerFn:
-    """The function that torch.compile calls with the graph of each region that it has traced."""
+    """Make the function that torch.compile calls with the graph of each traced region."""
 
     def hpu_backend(
         graph: GraphModule, inputs: Sequence[Any], **options: Any
@@ -51,9 +51,9 @@ def make_backend(device: Device) -> CompilerFn:
 
 
 def register(backend: CompilerFn) -> Callable[[], None]:
-    """Make torch.compile find it under NAME, and torch's tracer take an HpuTensor for a plain
-    tensor of another device, which it is on a card. Returns what undoes both and forgets all that
-    was compiled."""
+    """Register the backend with torch.compile under NAME, and make torch's tracer treat an
+    HpuTensor as a plain tensor of another device, as on a real card. Returns a function that undoes
+    both and discards all compiled code."""
     builder = torch._dynamo.variables.builder
     by_type = builder.VariableBuilder._type_dispatch()
     infer = builder.infer_subclass_type
@@ -76,7 +76,7 @@ def register(backend: CompilerFn) -> Callable[[], None]:
 
 
 def _skip_tracing() -> None:
-    """Keep torch's tracer out of the card, which is no Python on a real one."""
+    """Exclude the emulated card from tracing: the real card is not Python code."""
     rules, folder = torch._dynamo.trace_rules, "hpu.emulator.card"
     before = list(rules.SKIP_DIRS)
     rules.add(folder)
@@ -89,26 +89,26 @@ def _refuse_training(graph: GraphModule, inputs: Sequence[Any]) -> Callable[...,
 
 
 def _region(device: Device, graph: GraphModule) -> Callable[[list[Any]], Any]:
-    """Run the lowered graph in a region of its own. Its recipes are not those of another graph with
-    the same operations: the card's compiler sees all of it."""
+    """Run the lowered graph in a region of its own. Different graphs with the same operations do
+    not share recipes: the card's compiler sees the whole graph."""
     _write_in_place(graph)
     key = hashlib.sha256(graph.code.encode()).hexdigest()[:32]
 
     def run(args: list[Any]) -> Any:
-        # Torch checks the operators of a graph's first run; on a card it sees none of them.
+        # torch checks the operators of a graph's first run; on a card it sees no operators.
         with _disable_current_modes(), device.region(key):
             result = graph.forward(*args)
         args.clear()
         return result
 
-    # Torch's name for functions that take their arguments in a list, which they may empty.
+    # Attribute by which torch marks functions that take their arguments in a list and may empty it.
     vars(run)["_boxed_call"] = True
     return run
 
 
 def _write_in_place(graph: GraphModule) -> None:
-    """Undo what functionalization makes of index_copy_ on an input: an index_copy to a new tensor
-    that is copied back at the end. The bridge does so too (PT_HPU_USE_INPLACE_INDEX_COPY)."""
+    """Undo the functionalization of index_copy_ on an input: an index_copy to a new tensor that is
+    copied back at the end. The bridge does this too (PT_HPU_USE_INPLACE_INDEX_COPY)."""
     for node in graph.graph.find_nodes(op="call_function", target=COPY_):
         target, written = node.args[0], node.args[1]
         if _may_write(target, written, node):

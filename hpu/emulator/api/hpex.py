@@ -14,8 +14,8 @@ class RotaryPosEmbeddingMode(IntEnum):
 
 
 class FusedSDPA:
-    """Attention over [batch, heads, seq, head_dim]; `kernels.sdpa` lists what is refused. Groups
-    of query heads that share a key head become a dimension, as in the bridge's FusedSDPA.py."""
+    """Attention over [batch, heads, seq, head_dim]; `kernels.sdpa` lists the refused inputs. The
+    query heads that share a key head become a dimension, as in the bridge's FusedSDPA.py."""
 
     @staticmethod
     def apply(
@@ -94,7 +94,7 @@ def fp8_fused_sdpa(
 def _grouped(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """With a dimension for the query heads that share a key head."""
+    """Tensors with a separate dimension for the query heads that share a key head."""
     kv_heads = k.shape[1]
     if q.dim() != 4 or kv_heads in (1, q.shape[1]):
         return q, k, v, mask

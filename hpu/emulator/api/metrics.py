@@ -36,7 +36,7 @@ class Metric:
         return self._name
 
     def reset(self) -> None:
-        """Count from now on; the list of recipes stays, as in the real runtime."""
+        """Restart the counts; the list of recipes stays, like in the real runtime."""
         counters = self._device.counters
         self._compilations = counters.counts["compilations"]
         self._time_us = counters.compile_us

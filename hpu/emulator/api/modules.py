@@ -27,7 +27,7 @@ class synDeviceType(IntEnum):
 
 
 class PackageFinder(MetaPathFinder, Loader):
-    """Imports the emulated modules; calls `loaded` of a name when it is imported."""
+    """Imports the emulated modules; calls `loaded[name]` when module `name` is imported."""
 
     def __init__(
         self, modules: dict[str, ModuleType], loaded: dict[str, Callable[[], object]]
@@ -102,7 +102,7 @@ def _core(device: Device) -> ModuleType:
         device.variables.environment.pop("PT_HPU_INFERENCE_MODE", None)
 
     def initialize(model: Any = None, mark_only_scales_as_const: bool = False) -> None:
-        """The vendor's marks constants."""
+        """The vendor's function marks constants; no effect here."""
 
     module = ModuleType(f"{ROOT}.core")
     vars(module).update(
@@ -134,7 +134,8 @@ def _experimental(device: Device) -> ModuleType:
     vars(module).update(
         synDeviceType=synDeviceType,
         _get_device_type=lambda: kinds[device.config.generation],
-        # It makes the bridge fuse the scales' computation; no result depends on it.
+        # No effect: the real function makes the bridge fuse the computation of scales, and no
+        # result depends on it.
         _set_is_dynamic_quantization=lambda is_dynamic: None,
     )
     return module

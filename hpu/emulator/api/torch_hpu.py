@@ -23,7 +23,7 @@ class Api:
         self._stream = self._default
 
     def _lazy_init(self) -> None:
-        """Torch calls it before the first tensor is created on the device."""
+        """Called by torch before the first tensor is created on the device."""
         self._device.acquisition.touch()
 
     def init(self) -> None:
@@ -53,7 +53,7 @@ class Api:
         return 0
 
     def set_device(self, device: Any) -> None:
-        """Choose one of the visible modules, before the card is acquired."""
+        """Choose a visible module. Must be called before the card is acquired."""
         index = torch.device(device).index or 0 if not isinstance(device, int) else device
         acquisition = self._device.acquisition
         modules = self._device.variables.modules()
@@ -205,7 +205,7 @@ class Api:
         disable_tensor_cache: bool = False,
         dry_run: bool = False,
     ) -> Any:
-        """One callable and its arguments, or a tuple of each."""
+        """Graph a callable for its sample arguments, or each callable of a tuple for its own."""
         options = {
             "asynchronous": asynchronous,
             "disable_tensor_cache": disable_tensor_cache,
@@ -234,7 +234,7 @@ NO_OPS = (
 
 
 def no_op(*args: Any, **kwargs: Any) -> None:
-    """One of NO_OPS."""
+    """Implementation of all functions in NO_OPS."""
 
 
 def make_module(device: Device) -> ModuleType:

@@ -1,5 +1,5 @@
-"""wrap_in_hpu_graph, its function form and make_graphed_callables: the key under which a graph is
-cached, and which call captures or replays."""
+"""wrap_in_hpu_graph, its function form and make_graphed_callables: the cache key of a graph, and
+the choice between capture and replay."""
 
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ class _CapturedGraph:
     def __init__(self, graph: HPUGraph, inputs: list[Tensor], outputs: Any) -> None:
         self.graph = graph
         self.inputs: list[Tensor | None] = list(inputs)
-        """None for those that a replay reads in place."""
+        """Captured inputs; None for inputs that a replay reads in place."""
         self.dtypes = [given.dtype for given in inputs]
         self.outputs = outputs
         self.replays = ReplayCount()
@@ -38,7 +38,7 @@ class _CapturedGraph:
 
 
 class GraphedFunction:
-    """A function with a cache of graphs by key, which evicts nothing.
+    """A function with a cache of graphs by key, without eviction.
 
     It adds the keyword arguments `bypass_hpu_graphs`, `warmup_mode` (capture if new, else return
     the cached outputs without a replay) and `cache_tensors_list`, which is part of the key.
@@ -118,8 +118,8 @@ class GraphedFunction:
             )
         graph = HPUGraph(self._device)
         inputs = list(visible_tensors((args, kwargs)))
-        # As in the vendor's wrapper: no synchronise, and an error of the function ends nothing.
-        # Without the tensor cache a capture is a dry run, followed by a replay.
+        # The vendor's wrapper behaves like this: no synchronise, and an error of the function ends
+        # nothing. Without the tensor cache a capture is a dry run, followed by a replay.
         graph.capture_begin(self._dry_run or not self._caches_tensors)
         if not self._caches_tensors:
             graph.mark_user_inputs(inputs)
@@ -160,8 +160,8 @@ class GraphedFunction:
         return captured.static_outputs()
 
     def _copy_inputs(self, captured: _CapturedGraph, inputs: list[Tensor]) -> None:
-        """Copy the inputs that the graph does not read in place into the first call's tensors, even
-        if the program still uses those."""
+        """Copy the inputs that the graph does not read in place into the captured inputs, even if
+        the program still uses the captured inputs."""
         for target, given in zip(captured.inputs, inputs, strict=True):
             if not isinstance(target, HpuTensor) or target is given:
                 continue
@@ -178,7 +178,7 @@ class GraphedFunction:
 def wrap_module(module: nn.Module, graphed: GraphedFunction) -> nn.Module:
     """Replace the module's forward and add `clear_cache` and `clear_inputs`."""
     module.forward = graphed
-    # nn.Module has no such attributes: the vendor adds them in the same way.
+    # nn.Module lacks these attributes: the vendor adds them in the same way.
     module.clear_cache = graphed.clear_cache  # type: ignore[assignment]
     module.clear_inputs = graphed.clear_inputs  # type: ignore[assignment]
     return module
@@ -209,8 +209,8 @@ def graph_key(value: Any, autocast: bool) -> object:
 
 
 def outline(value: Any) -> object:
-    """The key without numbers and objects. Two keys with one outline differ only by such a value,
-    which tends to change from step to step."""
+    """The key without numbers and objects. Two keys with equal outlines differ only in such values,
+    which tend to change from step to step."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.storage_offset()
     if isinstance(value, (dict, UserDict)):
@@ -224,7 +224,7 @@ def outline(value: Any) -> object:
 
 def visible_tensors(value: Any) -> Iterator[Tensor]:
     """The tensors that a captured graph takes as inputs, in the key's order. Tensors inside other
-    objects are not inputs but baked in."""
+    objects are not inputs: they become constants of the graph."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, UserDict)):

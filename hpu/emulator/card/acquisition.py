@@ -37,7 +37,7 @@ class Acquisition:
         return modules[self.index % len(modules)]
 
     def touch(self) -> None:
-        """Acquire the card unless this process has it."""
+        """Acquire the card if this process has not acquired it yet."""
         pid = os.getpid()
         if self._owner == pid:
             return

@@ -66,7 +66,7 @@ class OpFacts:
 
 @functools.cache
 def op_facts(func: Any) -> OpFacts:
-    """Of an overload of an op."""
+    """Facts about an overload of an op."""
     name: str = func._schema.name
     is_view = name in rules.VIEWS
     return OpFacts(
@@ -87,7 +87,7 @@ def op_facts(func: Any) -> OpFacts:
 
 @functools.cache
 def _name_of(value: object) -> str:
-    """Of a dtype, a device, a layout or a memory format."""
+    """Cached str() of a dtype, a device, a layout or a memory format."""
     return str(value)
 
 
@@ -95,7 +95,7 @@ POINT_TO_POINT = ("c10d::send", "c10d::recv_")
 
 
 class Device:
-    """One card, owned by this process."""
+    """The emulated card of this process."""
 
     def __init__(self, config: EmulatorConfig, variables: RuntimeVariables) -> None:
         self.config = config
@@ -113,25 +113,25 @@ class Device:
         """State of the current stream."""
         self._recording: Callable[[], Recording | None] = lambda: None
         self.is_dry_run = False
-        """Nothing is executed: in a capture without tensor cache, and after such a capture has
-        failed until one succeeds."""
+        """Whether ops are recorded without being executed: during a capture without tensor cache,
+        and after such a capture has failed until a capture succeeds."""
         self.in_region = False
-        """Inside a region compiled with hpu_backend."""
+        """Whether execution is inside a region compiled with hpu_backend."""
         self.is_serving = False
-        """After warm-up: compilations, captures and fallbacks are misuses."""
+        """Whether warm-up is over: compilations, captures and fallbacks are then misuses."""
         self.in_step = False
-        """Inside a step: host syncs are misuses."""
+        """Whether a step is running: host syncs are then misuses."""
         self.world_size = 1
         self.before_collective: Callable[[str, tuple[Any, ...], dict[str, Any]], None] | None = None
-        """Called before every collective of more than one rank, with the operator's arguments."""
+        """Called with the operator's arguments before every collective over several ranks."""
         self._base_versions: list[Allocation] = []
-        """Of the current segment."""
+        """Base versions of the current segment."""
         self.uids = count()
 
     @property
     def recording(self) -> Recording | None:
-        """The capture in progress: until it ends, or until its graph is destroyed. The runtime has
-        no other end for a capture whose function raised an error (the bridge's HPUGraph.cpp)."""
+        """The capture in progress, until it ends or its graph is destroyed. The runtime does not
+        otherwise end a capture whose function raised an error (the bridge's HPUGraph.cpp)."""
         return self._recording()
 
     @recording.setter

@@ -1,8 +1,9 @@
-"""HPUGraph: a recording of the ops between begin and end, replayed without Python, so that a value
-that was baked in by mistake shows.
+"""HPUGraph: a recording of the ops between begin and end, replayed without Python, so that
+accidentally captured constants become visible.
 
-With static tensors (tensor cache on) a replay writes to the tensors of the capture. Without, each
-replay allocates and frees its intermediates; those of the capture are filled with garbage.
+A replay with static tensors (tensor cache on) writes to the tensors of the capture. Without tensor
+cache, each replay allocates and frees its intermediates; the intermediates of the capture are
+filled with garbage.
 """
 
 import gc
@@ -22,14 +23,14 @@ from hpu.emulator.card.work_queue import fill_with_garbage
 
 @dataclass(slots=True)
 class ReplayCount:
-    """How often a graph was replayed."""
+    """Number of replays of a graph."""
 
     value: int = 0
 
 
 @dataclass(slots=True)
 class OutputLifetime:
-    """Of a graph's output: ends with the next replay."""
+    """Lifetime of a graph's output: ends with the next replay."""
 
     replays: ReplayCount
     until: int
@@ -45,7 +46,8 @@ class OutputLifetime:
 
 @dataclass(slots=True)
 class InputLifetime:
-    """Of the first call's input: ends when a later call's input is copied into it."""
+    """Lifetime of an input of the first call: ends when the input of a later call is copied into
+    it."""
 
     overwritten: bool = False
     kind: str = "input_overwritten"
@@ -60,7 +62,7 @@ class InputLifetime:
 
 @dataclass(slots=True)
 class FreedLifetime:
-    """Of an intermediate of a graph without tensor cache: has ended for good."""
+    """Lifetime of an intermediate of a graph without tensor cache: always ended."""
 
     kind: str = "freed_intermediate"
     text: str = "an intermediate was freed after capture; list it in cache_tensors_list"
@@ -87,13 +89,13 @@ class Step(NamedTuple):
     kwargs: Any
     results: tuple[int, ...]
     constants: tuple[Tensor, ...] | None
-    """Values that a random op drew: a graph repeats them, since it has no seed as an input."""
+    """Values that a random op drew: a graph repeats them, because it has no seed input."""
     is_static: bool
     """Whether a static replay may skip the op: a view, or memory without contents."""
 
 
 class HPUGraph:
-    """One recording of `device`. RuntimeError where the runtime refuses."""
+    """A recording of `device`. Raises RuntimeError where the runtime refuses."""
 
     def __init__(self, device: Device) -> None:
         if not device.is_lazy():
@@ -108,9 +110,9 @@ class HPUGraph:
         self._marked: list[Tensor] = []
         self._input_slots: list[int | None] = []
         self._used: weakref.WeakSet[Allocation] = weakref.WeakSet()
-        """Storages that every replay reads or writes: not those of the inputs."""
+        """Storages that every replay reads or writes, except the inputs."""
         self._results: list[tuple[int, Tensor]] = []
-        """Slots, and the tensors that must have their values after a replay."""
+        """Slots, and the tensors that must have the slots' values after a replay."""
         self._is_static = True
         self._is_dry = False
         """Whether nothing runs during capture, so that intermediates allocate no memory."""
@@ -132,7 +134,8 @@ class HPUGraph:
         device.recording = self
 
     def capture_end(self) -> None:
-        """Compile the recording. If that fails, the process stays in the capture's dry run."""
+        """Compile the recording. If compilation fails, the process stays in the capture's dry
+        run."""
         device = self._device
         device.recording = None
         device.close_segment()
@@ -148,8 +151,8 @@ class HPUGraph:
         device.counters.counts["captures"] += 1
 
     def add(self, func: Any, args: Any, kwargs: Any, result: Any, used: list[Allocation]) -> None:
-        """Append an op on CPU tensors; `result` is what the program received, `used` the storages
-        of its arguments."""
+        """Append an op on CPU tensors. `result`: what the program received; `used`: storages of the
+        arguments."""
         self._used.update(used)
         name = func._schema.name
         outs = device_tensors(result)
@@ -167,7 +170,7 @@ class HPUGraph:
             self._device.counters.misuse(
                 "random_in_graph", "a replay draws the captured numbers again", name
             )
-        # The schemas of collectives do not say that they write to their arguments.
+        # The schemas of collectives do not declare that they write to their arguments.
         is_mutable = func._schema.is_mutable or name.startswith("c10d::")
         is_view = not is_mutable and all(storage_of(out.host) in shared for out in outs)
         is_static = bool(outs) and (is_view or name in rules.EMPTY)
@@ -180,9 +183,9 @@ class HPUGraph:
         self._marked = list(tensors)
 
     def _match_inputs(self) -> None:
-        """Find the marked inputs among the tensors that were read. The runtime compares identities:
-        of a view only its base is an input of the graph, and that is none of the marked ones (the
-        bridge's lazy_executor.cpp, saveInputsAndOutputs)."""
+        """Find the marked inputs among the tensors that were read. The runtime compares identities.
+        The graph input of a view is its base, which is not a marked tensor (the bridge's
+        lazy_executor.cpp, saveInputsAndOutputs)."""
         for given in self._marked:
             slot = None
             if isinstance(given, HpuTensor) and not given.is_view:
@@ -205,7 +208,7 @@ class HPUGraph:
         return [index for index, slot in enumerate(self._input_slots) if slot is not None]
 
     def free_intermediates(self, keep: Sequence[Tensor] = ()) -> None:
-        """No tensor cache: free everything but inputs, outputs and `keep`, and overwrite it."""
+        """Free everything except inputs, outputs and `keep`, and overwrite it (no tensor cache)."""
         self._is_static = False
         self._allocations.clear()
         self.mark_user_outputs(keep)
@@ -229,7 +232,7 @@ class HPUGraph:
         self._slot_of.clear()
 
     def replay(self, asynchronous: bool = False) -> None:
-        """Run on the present contents of the captured tensors."""
+        """Run on the current contents of the captured tensors."""
         self._count(())
         if self._device.skips_launch("replay"):
             return
@@ -274,7 +277,7 @@ class HPUGraph:
         self._graph_memory = None
 
     def _count(self, inputs: Iterable[Allocation]) -> None:
-        """One more launch, which reads the storages `inputs`."""
+        """Count a launch that reads the storages `inputs`."""
         if self._device.recording is not None:
             raise RuntimeError("an hpu graph cannot be replayed during hpu graph capturing")
         self._device.acquisition.touch()

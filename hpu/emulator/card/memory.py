@@ -4,9 +4,9 @@ from hpu.emulator.settings import EmulatorConfig
 
 
 class Allocation:
-    """Device bytes that are in use for as long as this object lives; views share their base's.
-    `last_write` is when the default stream last wrote to them, `last_launch` the number of the last
-    launch that read or wrote them."""
+    """Device bytes, in use as long as this object lives; views share the allocation of their base.
+    `last_write`: WriteClock count at the default stream's last write; `last_launch`: number of the
+    last launch that read or wrote the bytes."""
 
     __slots__ = ("__weakref__", "last_launch", "last_write", "memory", "size")
 

@@ -86,7 +86,7 @@ class Segment:
         self._workspace = max(self._workspace, largest)
 
     def number(self, identity: int) -> int:
-        """Number of a tensor among those that the segment uses."""
+        """Index of a tensor in the segment's tensors."""
         return self._values.setdefault(identity, len(self._values))
 
     def has_ops(self) -> bool:

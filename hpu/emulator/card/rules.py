@@ -1,5 +1,5 @@
-"""Rules of single ops: which wait for the host, how the device handles -1 indices and wide dtypes.
-Pure functions of CPU tensors. registry.py says which ops the device has."""
+"""Rules of single ops: which ops wait for the host, and how the device handles -1 indices and wide
+dtypes. Pure functions of CPU tensors. registry.py lists the ops of the device."""
 
 import functools
 from collections.abc import Callable
@@ -40,12 +40,12 @@ EMPTY = _names("empty empty_strided empty_like new_empty new_empty_strided")
 """Ops that allocate without writing."""
 
 UNDECOMPOSED = ("aten::one_hot", "aten::scaled_dot_product_attention")
-"""Composite ops that the device runs as one."""
+"""Composite ops that the device runs undecomposed."""
 
 UNSUPPORTED_DTYPES = frozenset((torch.float64, torch.complex64, torch.complex128, torch.complex32))
 
 Report = Callable[[str, str, str], None]
-"""Called with (kind, text, op) when data, not shapes, break a rule."""
+"""Called with (kind, text, op) if data, not shapes, break a rule."""
 
 
 class IndexRule(NamedTuple):
@@ -80,9 +80,9 @@ EXTREMES = {
     "aten::argmax": (torch.amax, float("-inf")),
     "aten::argmin": (torch.amin, float("inf")),
 }
-"""Ops with the index of an extreme value: the reduction, and a value that is never it. No test of
-the bridge fixes which of several equal floats they find, or what they make of a NaN
-(tests/pytest_working/any_mode/test_hpu_min_max.py, test_hpu_argmin_max.py)."""
+"""Ops that return the index of an extreme value: the reduction, and a value that is never the
+extreme. No test of the bridge specifies which of several equal floats they find, or how they treat
+NaN (tests/pytest_working/any_mode/test_hpu_min_max.py, test_hpu_argmin_max.py)."""
 INDEX_COPIES = ("aten::index_copy", "aten::index_copy_")
 BYTES_MOVED = (*INDEX_COPIES, "aten::index_select")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -91,12 +91,12 @@ PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
 def may_wait_for_data(name: str) -> bool:
-    """Whether there are arguments with which `waits_for_data`."""
+    """Whether `waits_for_data` is True for some arguments of the op."""
     return name in DATA_SHAPED or name == "aten::index" or name in PUTS
 
 
 def waits_for_data(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an op's shape depends on data: listed ones, and indexing by a mask."""
+    """Whether the op's shape depends on data: ops in DATA_SHAPED, and indexing by a mask."""
     if name in DATA_SHAPED:
         return kwargs.get("output_size") is None
     if not may_wait_for_data(name):
@@ -115,8 +115,8 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], Report], Any]
 
 @functools.cache
 def _handler(func: Any) -> Handler | None:
-    """What runs the op where the device has rules of its own for it."""
-    # Cached: to ask for the name of an op takes longer than many an op.
+    """Handler of an op for which the device has special rules; None: the op runs unchanged."""
+    # Cached: reading an op's name takes longer than many ops.
     name = func._schema.name
     overload = f"{name}.{func._schema.overload_name}".removesuffix(".")
     if name == "aten::one_hot":
@@ -135,8 +135,8 @@ def _handler(func: Any) -> Handler | None:
 def _matmul_into(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
 ) -> Tensor:
-    """The product is written in the dtype of `out`, without being rounded to that of the factors:
-    vllm-gaudi writes float32 scores of bfloat16 queries and keys so (flat_pa in
+    """Write the product in the dtype of `out`, without rounding it to the dtype of the factors:
+    vllm-gaudi computes float32 scores of bfloat16 queries and keys this way (flat_pa in
     vllm_gaudi/extension/ops.py)."""
     left, right = args
     out: Tensor = kwargs["out"]
@@ -149,14 +149,14 @@ def _matmul_into(
 
 
 def _as_int64(index: Any) -> Any:
-    """int32 indices, which the device accepts everywhere, as int64 for the CPU."""
+    """Convert int32 indices, which the device accepts everywhere, to int64 for the CPU."""
     if isinstance(index, (list, tuple)):
         return [_as_int64(item) for item in index]
     return index.long() if index is not None and index.dtype == torch.int32 else index
 
 
 def _with_int64(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
-    """The arguments with indices of int64 as argument `number`."""
+    """`args` with argument `number` converted to int64 indices."""
     return (*args[:number], _as_int64(args[number]), *args[number + 1 :])
 
 
@@ -173,7 +173,7 @@ def _run_indexed(
     report: Report,
 ) -> Any:
     if args[0].dtype in FP8 and name in BYTES_MOVED:
-        # The CPU moves no FP8, but it moves bytes.
+        # The CPU cannot index FP8, so its bytes are moved.
         moved = tuple(
             one.view(torch.uint8) if isinstance(one, Tensor) and one.dtype in FP8 else one
             for one in args
@@ -216,7 +216,8 @@ def _write_valid(
     dim: int,
     valid: Tensor,
 ) -> Any:
-    """Write to a copy of the target with one more row, which receives what the device ignores."""
+    """Write to a copy of the target with an extra row, which receives the writes that the device
+    ignores."""
     target, index = args[0], args[2]
     extra_shape = list(target.shape)
     extra_shape[dim] = 1
@@ -257,7 +258,7 @@ def _run_put(
 def _last_extreme(
     name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
 ) -> Any:
-    """The last of equal values, as if there were no NaN: what programs may not rely on."""
+    """Index of the last of equal values, ignoring NaN: an order on which programs must not rely."""
     reduce, other = EXTREMES[name]
     values: Tensor = args[0]
     if not values.dim():
@@ -279,7 +280,7 @@ def _last_extreme(
 
 
 def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Tensor:
-    """All zeros where the index is -1; the number of classes must be given."""
+    """One-hot encoding with zeros for index -1; the number of classes must be given."""
     index = args[0]
     classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
     if classes < 0:

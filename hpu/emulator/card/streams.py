@@ -1,7 +1,8 @@
 """Streams and events of the emulated card, and checks of the order between streams.
 
-The default stream runs its work at once. Another stream's copies to the host read their source only
-when the host waits for them, as late as a real card may, so a missing wait shows in the data.
+The default stream runs its work immediately. Copies to the host on another stream read their source
+only when the host waits for them, which is the latest time on a real card, so a missing wait
+becomes visible in the data.
 """
 
 import time
@@ -24,18 +25,18 @@ class WriteClock:
         self.now = 0
 
     def mark_written(self, allocation: Allocation) -> None:
-        """The default stream writes to a storage now."""
+        """Record a write of the default stream to a storage."""
         self.now += 1
         allocation.last_write = self.now
 
 
 class LaunchClock:
-    """Counts the launches of the default stream, and those that the host knows to be done.
+    """Counts the launches of the default stream, and the launches that the host has waited for.
 
     A launch is registered with the storages that it reads and writes, and a copy from the host to
     such a storage waits for it (HabanaAI/gaudi-pytorch-bridge, backend/kernel/hpu_habana_cache.cpp,
-    RecipeLauncher::Launch). A launch counts as running until the host has waited for it, as late as
-    a real card may be.
+    RecipeLauncher::Launch). A launch counts as running until the host has waited for it, which is
+    the latest end that a real card could have.
     """
 
     def __init__(self) -> None:
@@ -43,14 +44,14 @@ class LaunchClock:
         self._done = 0
 
     def use(self, allocation: Allocation) -> None:
-        """The next launch reads or writes a storage."""
+        """Record that the next launch reads or writes a storage."""
         allocation.last_launch = self.launched + 1
 
     def launch(self) -> None:
         self.launched += 1
 
     def finish(self, number: int) -> None:
-        """The host knows that launch `number` and all before it are done."""
+        """Record that launch `number` and all earlier launches are done."""
         self._done = max(self._done, number)
 
     def is_in_use(self, allocation: Allocation) -> bool:
@@ -59,8 +60,8 @@ class LaunchClock:
 
 
 class StreamState:
-    """How far a stream is ordered behind the default stream: it has waited for its writes up to
-    `seen`."""
+    """Order of a stream relative to the default stream: it has waited for the default stream's
+    writes up to `seen`."""
 
     def __init__(self, clock: WriteClock, *, is_default: bool) -> None:
         self._clock = clock
@@ -75,7 +76,7 @@ class StreamState:
         self._seen = max(self._seen, seen)
 
     def check(self, source: HpuTensor, op: str, misuse: ReportMisuse) -> None:
-        """Report a read of `source` by `op` that is not ordered behind its last write."""
+        """Report a read of `source` by `op` that is not ordered after its last write."""
         if source.allocation.last_write > self.seen:
             text = "a stream reads what the default stream wrote, without waiting for its event"
             misuse("stream_order", text, op)
@@ -83,7 +84,7 @@ class StreamState:
     def deferred_check(
         self, source: HpuTensor, op: str, misuse: ReportMisuse
     ) -> Callable[[], bool]:
-        """A function that tells, when a copy of this stream runs, whether `source` still exists. It
+        """Function that returns, when a copy of this stream runs, whether `source` still exists. It
         reports a source that was freed or overwritten."""
         allocation, last_write = weakref.ref(source.allocation), source.allocation.last_write
 
@@ -100,7 +101,7 @@ class StreamState:
 
 
 class Card(Protocol):
-    """What streams and events use of the device."""
+    """The part of the device that streams and events use."""
 
     acquisition: Acquisition
     queue: WorkQueue
@@ -125,8 +126,8 @@ class CardEvent:
         self.seen = 0
 
     def record(self, stream: "CardStream | None" = None) -> None:
-        """As in the runtime, this ends the segment only in the current stream (the bridge's
-        HPUEvent.cpp)."""
+        """Record the event. Like in the runtime, this ends the segment only in the current stream
+        (the bridge's HPUEvent.cpp)."""
         self._device.acquisition.touch()
         current = self._device.stream_state
         self._state = current if stream is None else stream.stream_state
@@ -165,7 +166,7 @@ class CardEvent:
 
 
 class CardStream:
-    """A stream beside the default one."""
+    """A stream other than the default stream."""
 
     def __init__(self, device: Card, stream_state: StreamState, priority: int) -> None:
         self._device = device
@@ -185,10 +186,10 @@ class CardStream:
         return event
 
     def query(self) -> bool:
-        """Always True, as of an event."""
+        """Always True, like CardEvent.query."""
         return self.record_event().query()
 
     def synchronize(self) -> None:
-        """Wait for this stream's work, not for that of other streams."""
+        """Wait for this stream's work, but not for other streams."""
         self._device.close_segment()
         self.record_event().synchronize()

@@ -22,8 +22,7 @@ DEVICE = torch.device("hpu", 0)
 
 
 class Lifetime(Protocol):
-    """How long a tensor of a graph may be read; `kind` and `text` name the misuse of reading it
-    later."""
+    """Validity of a graph's tensor. `kind` and `text` name the misuse of a later read."""
 
     kind: str
     text: str
@@ -31,7 +30,7 @@ class Lifetime(Protocol):
     def has_ended(self) -> bool: ...
 
     def renew(self) -> None:
-        """The whole tensor was overwritten, so it may be read again."""
+        """Called when the whole tensor was overwritten and may be read again."""
         ...
 
 
@@ -123,7 +122,7 @@ class HpuTensor(Tensor):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if torch._C._is_torch_function_mode_enabled():
-            # As torch does for its own tensors: a mode may run something else.
+            # torch does this for its own tensors: a function mode may replace the operation.
             handle: Any = torch.overrides.handle_torch_function
             handle(Tensor.__setitem__, (self,), self, key, value)
             return
@@ -172,7 +171,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `change` applied to everything but lists, tuples, dicts and CONSTANTS."""
+    """`value` with `change` applied to everything except lists, tuples, dicts and CONSTANTS."""
     if type(value) in CONSTANTS:
         return value
     if isinstance(value, Tensor):
@@ -193,7 +192,7 @@ def is_hpu(device: Any) -> bool:
 
 
 def with_index(value: Any) -> Any:
-    """The device `hpu` with its index, anything else as it is."""
+    """The device `hpu` with its index; other values unchanged."""
     return DEVICE if is_hpu(value) else value
 
 

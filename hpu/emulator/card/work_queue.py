@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 Read = Callable[[], Tensor | None]
-"""The bytes to copy, when the card copies them; None: the source is gone."""
+"""Returns the bytes to copy when the card copies; None: the source is gone."""
 
 
 Report = Callable[[str, str, str], None]
 """Called with (kind, text, op) of a misuse."""
 
 STAGED_BYTES = 1 << 20
-"""Uploads below it are copied to a staging buffer before the call returns."""
+"""Uploads below this size are copied to a staging buffer before the call returns."""
 
 
 class Copy(NamedTuple):
@@ -32,10 +32,10 @@ class Copy(NamedTuple):
 class WorkQueue:
     """Submitted work in order, by stream.
 
-    A copy reaches its target when the host has waited for it, or, with `late_copy_s`, up to that
-    much later and in two parts: the runtime copies from a staging buffer on a thread of its own,
-    for which neither events nor a synchronize wait. A large asynchronous upload reads its source up
-    to that much later. A kernel's error is raised by the next `synchronize`, not by the call that
+    A copy reaches its target when the host has waited for it or, with `late_copy_s`, up to that
+    many seconds later and in two parts: a thread of the runtime copies from a staging buffer, and
+    neither events nor a synchronize wait for it. A large asynchronous upload reads its source up to
+    `late_copy_s` later. A kernel's error is raised by the next `synchronize`, not by the call that
     caused it.
     """
 
@@ -50,17 +50,18 @@ class WorkQueue:
         self._submitted = 0
 
     def copy(self, target: Tensor, source: Tensor, stream: object) -> None:
-        """Copy the present contents of `source` to `target`."""
+        """Copy the current contents of `source` to `target`."""
         value = source.clone()
         self.copy_deferred(target, stream, lambda: value)
 
     def copy_deferred(self, target: Tensor, stream: object, read: Read) -> None:
-        """Copy to `target` what `read` gives at the time the host waits."""
+        """Copy to `target` the result of `read` at the time when the host waits."""
         self._submitted += 1
         self._copies.append(Copy(self._submitted, stream, target, read))
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        """An asynchronous upload, whose present contents `target` has already."""
+        """Emulate the late read of an asynchronous upload, whose contents are already in `target`:
+        a later change of the source reaches `target` and is reported."""
         size = source.numel() * source.element_size()
         if size < STAGED_BYTES or not self._late_copy_s:
             return
@@ -94,7 +95,7 @@ class WorkQueue:
         self._copies.extendleft(reversed(others))
 
     def complete_all(self) -> None:
-        """Complete everything, then raise what went wrong on the device since the last time."""
+        """Complete all copies, then raise the device errors since the last call."""
         self._report_changed_sources()
         while self._copies:
             self._complete(self._copies.popleft())
@@ -134,7 +135,7 @@ def _later(delay_s: float, work: Callable[[], None]) -> None:
 
 
 def _write(target: Tensor, value: Tensor) -> None:
-    # The waiting code may be outside the inference mode in which the target was created.
+    # The waiting code may run outside the inference mode in which the target was created.
     with torch.inference_mode():
         target.copy_(value)
 

@@ -28,15 +28,15 @@ def sdpa(
     dimensions before the last two broadcast. `valid_seq_len` (batch) masks padded keys; the output
     of a padded query is unspecified, here zeros.
 
-    As in the bridge's sdpa_gen.cpp: statistics (batch, ..., seq, 1) exist only for a backward pass;
-    the maxima have the dtype of `q`, the inverse sums too if that is bfloat16 and the softmax fast,
-    else float32.
+    Like in the bridge's sdpa_gen.cpp, statistics (batch, ..., seq, 1) exist only for a backward
+    pass; the maxima have the dtype of `q`, the inverse sums too if that is bfloat16 and the softmax
+    fast, else float32.
     """
     check_sdpa(q, k, mask, p, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
     _check_statistics(requires_backward, is_causal, valid_seq_len)
     scores = sdpa_scores(q, k, mask, scale, is_causal, valid_seq_len, seq_padding_type)
     limits = torch.finfo(q.dtype)
-    # What the exponentials are relative to is what is returned.
+    # The returned maxima are the maxima that the exponentials are relative to.
     highest = scores.amax(-1, keepdim=True).clamp(limits.min, limits.max).to(q.dtype)
     weights = torch.exp(scores - highest.float())
     inverse = weights.sum(-1, keepdim=True).clamp_min(1e-30).reciprocal()
@@ -57,7 +57,7 @@ def sdpa_scores(
     valid_seq_len: Tensor | None,
     seq_padding_type: str,
 ) -> Tensor:
-    """(batch, ..., queries, keys) float32, minus infinity for keys that a query does not see."""
+    """Scores (batch, ..., queries, keys) float32, minus infinity for masked keys."""
     length, span = q.shape[-2], k.shape[-2]
     scores = (q.float() @ k.float().transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
     if mask is not None:
@@ -108,8 +108,9 @@ def check_sdpa(
 def _check_statistics(
     requires_backward: bool, is_causal: bool, valid_seq_len: Tensor | None
 ) -> None:
-    """Statistics are used by vllm-gaudi for slices only, and there with explicit masks: it found
-    those of a causal call to differ (SlicedFusedSDPABase in vllm_gaudi/extension/utils.py)."""
+    """Raise RuntimeError for unsupported statistics. vllm-gaudi uses statistics only for slices
+    with explicit masks: it found that a causal call returns different statistics
+    (SlicedFusedSDPABase in vllm_gaudi/extension/utils.py)."""
     if requires_backward and valid_seq_len is not None:
         raise RuntimeError("FusedSDPA takes valid_seq_len only without a backward pass")
     if requires_backward and is_causal:

@@ -1,4 +1,5 @@
-"""Results of torch.ops.hpu without values, for the tracing of torch.compile: shapes and dtypes."""
+"""Fake implementations of torch.ops.hpu for tracing by torch.compile: shapes and dtypes without
+values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -121,7 +122,7 @@ OVERLOAD_FAKES: dict[str, Callable[..., Any]] = {
     "fp8_fused_weights": _experts,
     "fp8_fused_weights_dynamic": _experts,
 }
-"""Of mixture_of_experts."""
+"""Fakes of the overloads of mixture_of_experts."""
 FAKES: dict[str, Callable[..., Any]] = {
     "sdpa_recomp_fwd": _sdpa,
     "rms_norm": _rms_norm,
@@ -140,7 +141,7 @@ FAKES: dict[str, Callable[..., Any]] = {
 
 
 def register_fakes() -> Library:
-    """Register them; destroying the library removes them."""
+    """Register all fakes; destroying the library removes them."""
     library = Library("hpu", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's own
     for name, fake in FAKES.items():
         if hasattr(torch.ops.hpu, name):

@@ -1,8 +1,8 @@
-"""Reference maths on CPU tensors for fused attention and the softmax in FP8, and for the same
-attention in bfloat16 that measures its softmax.
+"""Reference maths on CPU tensors for FP8 fused attention and softmax, and for bfloat16 attention
+that measures its softmax.
 
-Schemas and types of results as in the bridge (HabanaAI/gaudi-pytorch-bridge: kernels_register.cpp,
-sdpa_gen.cpp, and the meta functions of its compile back end).
+Schemas and result types follow the bridge (HabanaAI/gaudi-pytorch-bridge: kernels_register.cpp,
+sdpa_gen.cpp, and the meta functions of its compile backend).
 """
 
 import torch
@@ -55,9 +55,8 @@ class Fp8Attention:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """(out, row maxima, inverse sums, seed, largest softmax weight or 0, largest output or 0).
 
-        Operands in FP8 are multiplied with their `d_scale`s; the weights of the softmax are
-        rounded to FP8 with `q_scale_s` then, and the output is FP8 if there is a `q_scale_o`, else
-        bfloat16.
+        FP8 operands are multiplied by their `d_scale`s. The softmax weights are then rounded to FP8
+        with `q_scale_s`, and the output is FP8 if there is a `q_scale_o`, else bfloat16.
         """
         is_fp8 = q.dtype == torch.float8_e4m3fn
         if {k.dtype, v.dtype} != {q.dtype}:
@@ -111,7 +110,7 @@ class Fp8Attention:
         inv_attn_heads: Tensor | None = None,
         fused_add: Tensor | None = None,
     ) -> Tensor:
-        """FP8, times `output_scale`, if there is an `input_scale`, else bfloat16."""
+        """Softmax in FP8, times `output_scale`, if there is an `input_scale`; else in bfloat16."""
         if inv_attn_heads is not None or fused_add is not None:
             raise RuntimeError("softmax_fp8 is emulated without inv_attn_heads and fused_add")
         if dim % input.dim() != input.dim() - 1:

@@ -86,7 +86,7 @@ BLOCK_SOFTMAX_ADJUSTMENT = (
 def block_softmax_adjustment(
     block_max: Tensor, block_sums: Tensor, block_groups: Tensor, batch: int, out_shape: list[int]
 ) -> Tensor:
-    """The factor of each block's product with which a row's blocks sum to its softmax."""
+    """Factor for each block's product, such that the blocks of a row sum to the row's softmax."""
     count = block_max.shape[0]
     highest = block_max.float().reshape(count, -1)
     sums = block_sums.float().reshape(count, -1)

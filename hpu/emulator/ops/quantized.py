@@ -40,7 +40,7 @@ FROM_INT4 = (
 )
 FROM_UINT4 = FROM_INT4.replace("int4", "uint4")
 FROM_UINT4_GROUPED = FROM_UINT4.replace(" out_dtype)", " out_dtype, Tensor? g_idx=None)")
-"""Of later releases: with the group of each row."""
+"""Schema of later releases, with the group of each row."""
 MOE = (
     "mixture_of_experts(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, "
     "Tensor[] w1, Tensor[] w2, Tensor[] w3, bool permuted_weights, str activation, "
@@ -61,15 +61,15 @@ MOE_FP8 = (
 MOE_FP8_DYNAMIC = MOE_FP8.replace("weights(", "weights_dynamic(").replace(
     "Tensor[] d_scale_intermediate_hidden_states, ", ""
 )
-"""Without scales for the inputs of the second product. Both as in the bridge's declarations
-(mixture_of_experts_fp8_fused_weights) and as vllm-gaudi passes them."""
+"""Schema without scales for the inputs of the second product. Both schemas follow the bridge's
+declarations (mixture_of_experts_fp8_fused_weights) and the calls of vllm-gaudi."""
 MOE_BIAS = (
     "mixture_of_experts.bias_fused_weights(Tensor hidden_states, Tensor expert_routing_table, "
     "Tensor router_weights, Tensor[] w12, Tensor[] w3, Tensor[] w12_bias, Tensor[] w3_bias, "
     "bool permuted_weights, int experts_min, int experts_max) -> Tensor"
 )
-"""Its arguments as vllm-gaudi passes them (VllmMixtureOfExpertsOp in vllm_gaudi/extension/ops.py).
-It takes no activation."""
+"""Arguments follow the calls of vllm-gaudi (VllmMixtureOfExpertsOp in vllm_gaudi/extension/ops.py).
+The op has no activation argument."""
 
 
 def _spread(scale: Scale, shape: list[int] | None) -> Tensor | float:
@@ -85,7 +85,8 @@ class Fp8:
     """FP8 casts and products of a device with `largest` as the largest e4m3 value."""
 
     def __init__(self, largest: float, runs_eagerly: Callable[[], bool] = lambda: False) -> None:
-        """`runs_eagerly`: as in Int4; the bridge's tests name experts in FP8 alike."""
+        """`runs_eagerly`: see Int4; the bridge's tests also list FP8 experts as unsupported in
+        eager mode."""
         self._largest = largest
         self._runs_eagerly = runs_eagerly
 
@@ -113,7 +114,7 @@ class Fp8:
         out_dtype: torch.dtype,
         scale_shape: list[int] | None = None,
     ) -> Tensor:
-        """x times the dequantization `scale`."""
+        """Dequantize: x times `scale`."""
         return (x.float() * _spread(scale, scale_shape)).to(out_dtype)
 
     def gemm(
@@ -161,9 +162,10 @@ class Fp8:
         chunk_size: int = 0,
         total_experts: int = 0,
     ) -> Tensor:
-        """`mixture_of_experts_fused` of FP8 tensors with dequantization scales: (tokens, 1) or one
-        for `hidden_states`, one for each output of a weight or one. The inputs of an expert's
-        second product are quantized with its `d_scale_intermediate_hidden_states`. bfloat16."""
+        """`mixture_of_experts_fused` of FP8 tensors with dequantization scales: `hidden_states` has
+        a scale per token (tokens, 1) or a single scale; a weight has a scale per output or a single
+        scale. The inputs of an expert's second product are quantized with its
+        `d_scale_intermediate_hidden_states`. bfloat16."""
         inner = d_scale_intermediate_hidden_states
         if len(inner) != len(w3):
             raise RuntimeError(f"mixture_of_experts: {len(inner)} scales for {len(w3)} experts")
@@ -189,7 +191,7 @@ class Fp8:
         chunk_size: int = 0,
         total_experts: int = 0,
     ) -> Tensor:
-        """As `experts`; the inputs of second products are quantized by token."""
+        """`experts` with inputs of second products that are quantized per token."""
         scales = (d_scale_hidden_states, d_scale_w12, d_scale_w3)
         tokens = (hidden_states, expert_routing_table, router_weights)
         form = (permuted_weights, activation, experts_min, experts_max)
@@ -261,9 +263,9 @@ def scale_for_cast(
     fullscale: float = 1.0,
     backoff: float = 1.0,
 ) -> Tensor:
-    """The scale with which the largest |input| becomes `fullscale` * `backoff`, in the dtype of
-    `input`: (1) of the whole tensor, or one along `reduceAxis`; `NO_MAX` takes `input` as scales.
-    `POWER_OF_2` rounds scales up to one. Scales of zeros are zeros.
+    """Scales with which the largest |input| becomes `fullscale` * `backoff`, in the dtype of
+    `input`: (1) for the whole tensor, or per slice along `reduceAxis`; `NO_MAX` takes `input` as
+    scales. `POWER_OF_2` rounds scales up to a power of two. Scales of zeros are zeros.
 
     Arguments, shapes and formula: hpu_ops/backend/calculate_scale_for_cast_gen.cpp and the test
     test_hpu_calculate_scale_for_cast of HabanaAI/gaudi-pytorch-bridge. Intel Neural Compressor
@@ -286,7 +288,7 @@ def scale_for_cast(
 
 
 def _scaled(weight: Tensor, scale: Tensor, is_permuted: bool) -> Tensor:
-    """float32 of FP8 with a scale of each output, or one."""
+    """Dequantize an FP8 weight to float32 with a scale per output or a single scale."""
     if scale.dim() == 0:
         return weight.float() * scale.float()
     outputs = weight.shape[0 if is_permuted else 1]
@@ -302,8 +304,8 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 class Int4:
-    """4-bit weights to a float type. `runs_eagerly`: whether an op runs alone, outside of lazy mode
-    and of compiled code: the bridge's tests name these ops as not supported there."""
+    """Converts 4-bit weights to a float type. `runs_eagerly`: whether an op runs outside of lazy
+    mode and of compiled code, which the bridge's tests list as unsupported for these ops."""
 
     def __init__(self, runs_eagerly: Callable[[], bool]) -> None:
         self._runs_eagerly = runs_eagerly
@@ -371,7 +373,7 @@ def _dequantize(
 
 
 def _groups_of_rows(name: str, values: Tensor, scale: Tensor, g_idx: Tensor | None) -> Tensor:
-    """(rows) int64: the group of each row of `values`."""
+    """Group of each row of `values`, (rows) int64."""
     if values.dim() != 2 or scale.dim() != 2 or scale.shape[1] != values.shape[1]:
         raise RuntimeError(
             f"{name}: scales {tuple(scale.shape)} for weights {tuple(values.shape)}: they are "
@@ -441,7 +443,7 @@ def mixture_of_experts(
 
 
 def _weighted_sum(experts: list[Tensor], table: Tensor, weights: Tensor, first: int) -> Tensor:
-    """Of the outputs of all local experts, of which `first` is the first one."""
+    """Weighted sum of the outputs of all local experts. `first`: id of the first local expert."""
     out = torch.zeros(experts[0].shape, dtype=torch.float32)
     for number, expert in enumerate(experts, first):
         out += (weights.float() * (table == number)).sum(-1, keepdim=True) * expert.float()
@@ -457,8 +459,8 @@ def _check_experts(
     w3: list[Tensor],
     permuted: bool,
 ) -> None:
-    """The dtypes are those of the bridge's test and of the callers in vllm-gaudi; with others the
-    recipe does not compile."""
+    """Raise RuntimeError for dtypes with which the recipe does not compile. Accepted are the dtypes
+    in the bridge's test and in the callers of vllm-gaudi."""
     if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise RuntimeError(f"Graph compile failed. mixture_of_experts: hidden is {hidden.dtype}")
     if table.dtype != torch.int64:

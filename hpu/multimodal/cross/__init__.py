@@ -1,2 +1,2 @@
-"""Images that layers read in place of tokens: their tower, the cache of their keys and values, and
-which of these the tokens of a launch see. The layers themselves are in hpu/layers/."""
+"""Images for cross-attention layers: their tower, the cache of their keys and values, and the tiles
+that the tokens of a launch attend to. The layers are in hpu/layers/."""

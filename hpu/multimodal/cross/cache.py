@@ -1,4 +1,4 @@
-"""CrossCache: the keys and values of encoded images, in the layers that read them."""
+"""CrossCache: keys and values of encoded images in the cross-attention layers."""
 
 from collections.abc import Mapping
 
@@ -10,11 +10,12 @@ from hpu.layers.cross_attention import CrossAttention
 from hpu.multimodal.encoder_cache import EncoderCache
 
 TILE_MASK = "aspect_ratio_mask"
-"""Tensor of an image: 1 for each of its tiles, 0 for padding behind them."""
+"""Tensor of an image: 1 for each real tile, 0 for the padding after them."""
 
 
 class CrossCache(EncoderCache):
-    """An EncoderCache whose rows are tiles, and which keeps what layers make of the embeddings."""
+    """EncoderCache whose rows are tiles, and which stores the layers' keys and values of the
+    embeddings."""
 
     def __init__(
         self,
@@ -41,11 +42,11 @@ class CrossCache(EncoderCache):
         return self._num_bytes
 
     def describe(self, content: bytes, tensors: Mapping[str, Tensor]) -> None:
-        """What its tensors say of an image."""
+        """Store the number of real tiles of an image."""
         self._num_visible[content] = int(tensors[TILE_MASK].sum())
 
     def num_visible(self, content: bytes) -> int:
-        """Tiles of an image that are no padding, the first ones."""
+        """Number of real tiles of an image, which come first."""
         return self._num_visible[content]
 
     def free(self, content: bytes) -> None:
@@ -53,12 +54,12 @@ class CrossCache(EncoderCache):
         del self._num_visible[content]
 
     def write(self, rows: Tensor, embeddings: Tensor) -> None:
-        """Cache what the layers make of `embeddings` (n, embeddings of a tile * hidden)."""
+        """Store the layers' keys and values of `embeddings` (n, embeddings of a tile * hidden)."""
         tiles = embeddings.view(len(embeddings), self._embeddings_per_tile, -1)
         for layer in self._layers:
             layer.write(rows, tiles)
 
     def close(self) -> None:
-        """Free the memory; no image is read until another cache is bound."""
+        """Free the memory. No image may be read until another cache is bound."""
         for layer in self._layers:
             layer.bind(torch.empty(0), torch.empty(0))

@@ -1,4 +1,5 @@
-"""WholeEncoder: images of one shape on a device that compiles each shape, one in a launch."""
+"""WholeEncoder: encodes images of a single shape on a device that compiles each shape, one image
+per launch and rank."""
 
 from collections.abc import Callable
 
@@ -10,23 +11,23 @@ from hpu.multimodal.tile_encoder import Prepared, check_count
 
 
 class WholeEncoder:
-    """Runs each image by itself, one on each of several ranks."""
+    """Runs each image separately. Each of several ranks encodes its own image of a launch."""
 
     def __init__(self, images: WholeImages, options: LaunchOptions) -> None:
         self._group = options.group
         self._images = images
         self._pad_row = options.cache.pad_row
         self._num_rows = 0
-        """Of an image; known after the warm-up."""
+        """Embedding rows per image; known after the warm-up."""
         self._launches = DeviceLaunches(images.features, lambda size: images.shapes, options)
 
     def warm_up(self, on_capture: Callable[[int], None]) -> None:
-        """As TileEncoder.warm_up."""
+        """See TileEncoder.warm_up."""
         self._num_rows = self._launches.warm_up(1, on_capture)
         self._launches.end()
 
     def encode(self, images: list[Prepared]) -> None:
-        """As TileEncoder.encode."""
+        """See TileEncoder.encode."""
         num_ranks, rank = self._group.size, self._group.rank
         for begin in range(0, len(images), num_ranks):
             together = images[begin : begin + num_ranks]

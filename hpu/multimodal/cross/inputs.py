@@ -1,5 +1,5 @@
-"""CrossInputs: which tiles of images the tokens of a launch see, in a model whose layers read
-images in place of tokens."""
+"""CrossInputs: the image tiles that each token of a launch attends to, in a model with
+cross-attention layers."""
 
 from typing import NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ from hpu.protocol import ImagePlacement, Launch, NewRequest
 
 
 class CrossArrays(Protocol):
-    """Those of the host arrays of a launch that tiles are written to, or placed by."""
+    """Host arrays of a launch that tile inputs are written to or computed from."""
 
     @property
     def positions(self) -> Array: ...
@@ -23,7 +23,7 @@ class CrossArrays(Protocol):
 
 
 class CrossPrefillArrays(CrossArrays, Protocol):
-    """Of a prefill."""
+    """Host arrays of a prefill."""
 
     @property
     def query_lens(self) -> Array: ...
@@ -32,39 +32,40 @@ class CrossPrefillArrays(CrossArrays, Protocol):
 
 
 class _Tiles(NamedTuple):
-    """Of the images of a request, in the order of their positions."""
+    """Tiles of the images of a request, ordered by position."""
 
     tiles: Integers
-    """Rows of the cache: those that are no padding, of all images, then the padding of all."""
+    """Cache rows: the real tiles of all images, then the padding tiles of all images."""
     offsets: Integers
-    """The token of each image."""
+    """Token position of each image."""
     first: Integers
-    """Of each image: the first of `tiles` that tokens behind it see. Images without text between
-    them are seen together."""
+    """For each image, the first index into `tiles` that later tokens attend to. Images without text
+    between them are attended to together."""
     end: Integers
-    """Likewise, the one behind the last."""
+    """For each image, the end (exclusive) of the range that starts at `first`."""
 
     def spans(self, positions: Integers) -> Integers:
-        """(2, n) of tokens at these positions, as `cross_metadata` takes them."""
+        """Tile ranges (2, n) for tokens at `positions`, in the format of `cross_metadata`."""
         image = np.searchsorted(self.offsets, positions, side="right") - 1
         found = np.stack((self.first[image], self.end[image]))
-        # In front of the first image.
+        # Tokens before the first image.
         found[:, image < 0] = [[-1], [len(self.tiles)]]
         return found
 
 
 class CrossInputs:
-    """The images of live requests, by request index."""
+    """Images of the live requests, by request index."""
 
     def __init__(self, facts: VisionFacts, cache: CrossCache) -> None:
         self._token_id = facts.image_token_id
         self._cache = cache
         self._images: dict[int, list[ImagePlacement]] = {}
         self._tiles: dict[int, _Tiles] = {}
-        """Of requests whose images are encoded."""
+        """Tiles of requests whose images are encoded."""
 
     def add_request(self, new: NewRequest, tokens: Tokens) -> None:
-        """As ImageInputs.add_request. RuntimeError for a placement that is no image token."""
+        """See ImageInputs.add_request. Raises RuntimeError for a placement that is not a single
+        image token."""
         for image in new.images:
             found = tokens[image.offset : image.offset + 1].tolist()
             if image.length != 1 or found != [self._token_id]:
@@ -76,12 +77,12 @@ class CrossInputs:
             self._images[new.req_index] = new.images
 
     def remove_request(self, req_index: int) -> None:
-        """Forget its images."""
+        """Drop the images of a request."""
         self._images.pop(req_index, None)
         self._tiles.pop(req_index, None)
 
     def fill_prefill(self, launch: Launch, out: CrossPrefillArrays) -> None:
-        """Write which tiles the tokens of a prefill see, after its other arrays."""
+        """Write the tile ranges of a prefill. Called after its other arrays are filled."""
         self._clear(out)
         if not self._images:
             return
@@ -90,7 +91,7 @@ class CrossInputs:
             self._fill(req_index, row, np.arange(start, start + count), out)
 
     def fill_decode(self, req_indices: list[int], out: CrossArrays) -> None:
-        """Likewise, of a decode with a row of each of these requests."""
+        """Write the tile ranges of a decode whose rows are `req_indices`."""
         self._clear(out)
         if not self._images:
             return
@@ -126,7 +127,7 @@ class CrossInputs:
         offsets = np.array([image.offset for image in images], np.int64)
         end: Integers = np.cumsum(counts)
         begin: Integers = end - counts
-        # The first image of the run of neighbours that each one is in.
+        # First image of each image's run of adjacent images.
         is_first = np.diff(offsets, prepend=-2) != 1
         run = np.maximum.accumulate(np.where(is_first, np.arange(len(images)), 0))
         return _Tiles(np.concatenate([*visible, *padding]), offsets, begin[run], end)

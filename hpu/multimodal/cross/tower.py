@@ -1,4 +1,5 @@
-"""The tower of Llama 3.2 Vision: an image is a fixed number of tiles, which see each other."""
+"""Vision tower of Llama 3.2 Vision: an image has a fixed number of tiles, which attend to each
+other."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,14 +11,14 @@ from torch.nn import functional
 from hpu.multimodal.base import MASKED, WholeImages
 
 MULTIPLE = 8
-"""Patches of a tile are padded to it."""
+"""The patches of a tile are padded to a multiple of this number."""
 
 INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
-"""Of the tower, as the image processor calls them."""
+"""Inputs of the tower, by the image processor's names."""
 
 
 class MllamaImages(WholeImages):
-    """One image in a launch. All have the same shapes."""
+    """One image per launch. All images have the same shapes."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._whole = whole
@@ -30,8 +31,8 @@ class MllamaImages(WholeImages):
         )
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Of pixels, the number of the arrangement of tiles, and 1 for each tile that is no
-        padding: (tiles, embeddings of a tile * hidden)."""
+        """Embeddings (tiles, embeddings of a tile * hidden). Inputs: pixels, the id of the tile
+        arrangement, and 1 for each tile that is not padding."""
         model = self._whole.model
         pixels, ids, is_tile = inputs
         tiles = _tower(model.vision_model, pixels, ids, is_tile)
@@ -51,8 +52,8 @@ class MllamaImages(WholeImages):
 
 
 def _tower(tower: Any, pixels: Tensor, ids: Tensor, is_tile: Tensor) -> Tensor:
-    """As the forward pass of transformers, which writes to views: (tiles, embeddings of a tile,
-    width)."""
+    """(tiles, embeddings of a tile, width). Same as the forward pass of transformers, which writes
+    to views."""
     hidden = tower.patch_embedding(pixels.flatten(0, 2)).flatten(2).transpose(1, 2)
     hidden = tower.pre_tile_positional_embedding(hidden.unsqueeze(0), ids).squeeze(0)
     hidden = tower.apply_class_embedding(hidden).unsqueeze(0)
@@ -76,8 +77,8 @@ def _tower(tower: Any, pixels: Tensor, ids: Tensor, is_tile: Tensor) -> Tensor:
 
 
 def _mask(is_tile: Tensor, count: int, length: int, dtype: torch.dtype) -> Tensor:
-    """(1, 1, n, n): padding does not see padding; what is none sees all. Of each tile the first
-    `count` patches of `length` are none."""
+    """Additive mask (1, 1, n, n): only padding to padding is masked. The first `count` of each
+    tile's `length` patches are real."""
     is_patch = torch.arange(length, device=is_tile.device) < count
     is_padding = ~(is_patch & (is_tile.view(-1, 1) > 0)).view(-1)
     both = is_padding.unsqueeze(1) & is_padding

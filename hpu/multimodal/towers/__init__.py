@@ -1,2 +1,2 @@
-"""Vision towers of transformers' models: how they are built and filled, and how each family
-computes images in shapes that a device has compiled."""
+"""Vision towers of transformers models: how towers are built and filled, and the implementation of
+each family in fixed shapes."""

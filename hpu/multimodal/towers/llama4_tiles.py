@@ -1,4 +1,5 @@
-"""The tower of Llama 4 with its projector: tiles of one size, rotated by sines and cosines."""
+"""Vision tower of Llama 4 with its projector: tiles of equal size, rotary embedding with real
+numbers."""
 
 from typing import Any
 
@@ -9,11 +10,11 @@ from transformers.models.llama4.modeling_llama4 import Llama4VisionRotaryEmbeddi
 
 
 def llama4_features(whole: Any, pixels: Tensor) -> Tensor:
-    """(n, rows, hidden) of tiles (n, channels, height, width). A `RealRotation` stands in the tower
-    for complex numbers, which a Gaudi does not have."""
+    """Embeddings (n, rows, hidden) of tiles (n, channels, height, width). The tower must have a
+    `RealRotation`: Gaudi does not support complex numbers."""
     tower = whole.vision_model
     hidden = tower.patch_embedding.linear(_patches(pixels, tower.patch_size))
-    # The class is the last one.
+    # The class embedding is last.
     own = tower.class_embedding.expand(len(hidden), 1, hidden.shape[-1])
     hidden = torch.cat((hidden, own), dim=1) + tower.positional_embedding_vlm
     hidden = tower.layernorm_pre(hidden)
@@ -27,15 +28,15 @@ def llama4_features(whole: Any, pixels: Tensor) -> Tensor:
 
 
 def _patches(pixels: Tensor, size: int) -> Tensor:
-    """(tiles, patches, channels * height * width of a patch)"""
+    """(tiles, patches, channels * height * width of a patch)."""
     tiles, channels, height, width = pixels.shape
     cut = pixels.view(tiles, channels, height // size, size, width // size, size)
     return cut.permute(0, 2, 4, 1, 3, 5).reshape(tiles, -1, channels * size * size)
 
 
 class RealRotation(nn.Module):
-    """In place of the tower's own rotary embedding, whose buffer has complex numbers. `table` of
-    (2, patches + 1, head_dim / 2) has cosines and sines, in float32."""
+    """Replacement of the tower's rotary embedding, whose buffer is complex. `table` (2, patches +
+    1, head_dim / 2) float32: cosines and sines."""
 
     table: Tensor
 
@@ -45,14 +46,14 @@ class RealRotation(nn.Module):
 
 
 def use_real_rotation(whole: Any) -> dict[nn.Module, Tensor]:
-    """Replace the rotary embedding of the tower of a model of transformers. Returns the replacement
-    with the values of its buffer; nothing for other models than Llama 4."""
+    """Replace the rotary embedding of the tower of a transformers model. Returns the replacement
+    with the values of its buffer; empty for models other than Llama 4."""
     tower: Any = getattr(whole, "vision_model", None)
     if not isinstance(getattr(tower, "rotary_embedding", None), Llama4VisionRotaryEmbedding):
         return {}
     with torch.device("cpu"):
         angles = Llama4VisionRotaryEmbedding(tower.config).freqs_ci
-    # (patches + 1, 1, head_dim / 2) complex numbers
+    # (patches + 1, 1, head_dim / 2), complex.
     table = torch.view_as_real(angles).squeeze(1).movedim(-1, 0).contiguous()
     rotation = RealRotation(tuple(table.shape))
     tower.rotary_embedding = rotation
@@ -60,7 +61,7 @@ def use_real_rotation(whole: Any) -> dict[nn.Module, Tensor]:
 
 
 def _attend(attention: Any, hidden: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """All patches of a tile see each other: (tiles, patches, hidden) to the same."""
+    """Full attention within each tile: (tiles, patches, hidden) to the same shape."""
 
     def heads(projection: Any) -> Tensor:
         """(tiles, heads, patches, head_dim)"""
@@ -76,8 +77,8 @@ def _attend(attention: Any, hidden: Tensor, cosines: Tensor, sines: Tensor) -> T
 
 
 def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Each pair of neighbours in the last dimension, as the real and the imaginary part of a number
-    that is turned; in float32, as transformers does."""
+    """Rotate adjacent pairs of the last dimension as complex numbers (real, imaginary), in float32
+    like transformers."""
     real, imaginary = states.float().view(*states.shape[:-1], -1, 2).unbind(-1)
     turned = (real * cosines - imaginary * sines, real * sines + imaginary * cosines)
     return torch.stack(turned, dim=-1).flatten(-2).to(states.dtype)

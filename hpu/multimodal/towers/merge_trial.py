@@ -1,5 +1,5 @@
-"""Whether transformers' own code of a model can make embeddings of images for our text model: tried
-without its weights, on the shortest prompt that has what matters."""
+"""Checks whether transformers' code of a model can compute image embeddings for this server's text
+model, by a trial run without weights on a short prompt."""
 
 import inspect
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from config.model.model_config import ModelConfig
 from hpu.multimodal.towers.whole_model import build_whole, drop_language_model, features_owner
 
 NUM_ROWS = 3
-"""Embeddings of the image of the trial."""
+"""Image embeddings in the trial."""
 
 PLAIN_ARGUMENTS = frozenset(
     (
@@ -21,13 +21,14 @@ PLAIN_ARGUMENTS = frozenset(
         *("output_attentions", "output_hidden_states"),
     )
 )
-"""What a language model takes that reads images as embeddings of its input, and nothing else."""
+"""Arguments of a language model that receives images only as input embeddings."""
 
 
 def why_not_merged(config: ModelConfig) -> str:
-    """Why the images of a model that takes some cannot be served; empty: they can. They can where
-    its forward pass writes the rows of `get_image_features` over the embeddings of image tokens, in
-    order, and gives its language model that alone. ConfigError as in build_whole."""
+    """Reason why images of the model cannot be served; empty if they can be served. Requires that
+    the forward pass writes the rows of `get_image_features` over the embeddings of image tokens, in
+    order, and passes nothing else about images to its language model. Raises ConfigError like
+    build_whole."""
     assert config.vision is not None, "a model that takes images"
     name = config.vision.architecture
     whole = build_whole(config, config.vision, torch.float32)
@@ -52,7 +53,7 @@ def _try(owner: Any, image_token: int, hidden_size: int) -> str:
     expected = torch.zeros(*tokens.shape, hidden_size)
     expected[is_image] = rows
     reason = ""
-    # Models differ in whether it is one tensor or one for each image.
+    # Models return a single tensor or a tensor per image.
     for features in ([rows], rows, rows.unsqueeze(0)):
         given = _language_inputs(owner, tokens, features, hidden_size)
         if isinstance(given, str):
@@ -71,13 +72,13 @@ def _try(owner: Any, image_token: int, hidden_size: int) -> str:
 
 def _is_more(name: str, value: Any, order: Tensor) -> bool:
     if name == "position_ids" and value is not None:
-        # Others would not be those that we count.
+        # Other positions would differ from the positions that this server computes.
         return not isinstance(value, Tensor) or not torch.equal(value, order.unsqueeze(0))
     return name not in PLAIN_ARGUMENTS and value is not None and value is not False
 
 
 class _Reached(Exception):
-    """The language model was called."""
+    """Raised when the language model is called."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class _Reached(Exception):
 
 
 class _LanguageModel(nn.Module):
-    """In place of the model's own."""
+    """Replacement of the model's language model; raises _Reached with its arguments."""
 
     def __init__(self, embed: nn.Module) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class _LanguageModel(nn.Module):
 
 
 class _Zeros(nn.Module):
-    """In place of the embedding of tokens."""
+    """Replacement of the token embedding."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

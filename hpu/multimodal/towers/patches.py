@@ -1,6 +1,6 @@
-"""The towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 in fixed shapes: the host computes what
-depends on the size of an image, and the device reads it. Transformers' own forward pass cuts
-tensors by values."""
+"""Vision towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 in fixed shapes: the host computes
+all values that depend on the size of an image, and the device reads them. The forward pass of
+transformers has shapes that depend on values."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,17 +20,17 @@ from hpu.multimodal.base import PAD_SEGMENT, Integers, Patches, PatchInput, segm
 from hpu.multimodal.towers.pixtral_patches import PixtralPatches
 
 NUM_TAPS = 4
-"""Learned positions that the position of a patch is interpolated from."""
+"""Learned positions from which the position of a patch is interpolated."""
 
 
 def make_patches(whole: Any, dtype: torch.dtype) -> Patches | None:
-    """The patches of a model of transformers; None for a tower with a fixed number of patches."""
+    """Patch implementation for a transformers model; None if the tower is not in _KINDS."""
     kind = _KINDS.get(type(whole.config.vision_config).model_type)
     return None if kind is None else kind(whole, dtype)
 
 
 class WindowPatches(Patches):
-    """Qwen2-VL, and Qwen2.5-VL, in some of whose layers a patch sees its window."""
+    """Qwen2-VL and Qwen2.5-VL. Some layers of Qwen2.5-VL use window attention."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._visual = visual = whole.model.visual
@@ -46,11 +46,11 @@ class WindowPatches(Patches):
         self._full_blocks = range(len(visual.blocks)) if full is None else full
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Patches with the same number in `segments` see each other; in layers with windows, the
-        patches with the same number in `windows`."""
+        """Patch features. Patches with equal `segments` attend to each other; in layers with window
+        attention, patches with equal `windows`."""
         pixels, positions, segments, windows = inputs
         visual = self._visual
-        # A convolution whose steps are as wide as its kernel.
+        # The patch embedding is a convolution whose stride equals its kernel size.
         hidden = functional.linear(pixels, visual.patch_embed.proj.weight.flatten(1))
         rotation = visual.rotary_pos_emb(hidden, positions)
         full = segment_mask(segments, self.dtype)
@@ -82,8 +82,8 @@ class WindowPatches(Patches):
 
 
 class InterpolatedPatches(Patches):
-    """Qwen3-VL and Qwen3.5: learned positions are interpolated to the grid of an image. The outputs
-    of some layers of a Qwen3-VL make further embeddings."""
+    """Qwen3-VL and Qwen3.5: learned positions are interpolated to the grid of an image. Outputs of
+    some layers of Qwen3-VL become additional embeddings."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._visual = visual = whole.model.visual
@@ -100,8 +100,8 @@ class InterpolatedPatches(Patches):
         )
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """`taps`: the learned positions around each patch; `weights`: their shares of its position;
-        patches with the same number in `segments` see each other."""
+        """Patch features. `taps`: indices of the learned positions around each patch; `weights`:
+        their interpolation weights. Patches with equal `segments` attend to each other."""
         pixels, positions, taps, weights, segments = inputs
         visual = self._visual
         projection = visual.patch_embed.proj
@@ -135,8 +135,8 @@ class InterpolatedPatches(Patches):
 
 
 def _read(tensors: Mapping[str, Tensor], width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The grid of an image, (1, 3), its patches, (n, width), and the frame of each, (n). Frames do
-    not see each other."""
+    """Grid (1, 3) of an image, its patches (n, width), and the frame of each patch (n). Frames do
+    not attend to each other."""
     grid = tensors["image_grid_thw"].view(1, 3)
     pixels = tensors["pixel_values"].view(-1, width)
     time, rows, columns = grid[0].tolist()
@@ -172,4 +172,4 @@ _KINDS: dict[str, Callable[[Any, torch.dtype], Patches]] = {
     "qwen3_5_vision": InterpolatedPatches,
     "qwen3_5_moe_vision": InterpolatedPatches,
 }
-"""By the model_type of towers."""
+"""Implementations by the model_type of the tower."""

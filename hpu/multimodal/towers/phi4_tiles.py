@@ -1,4 +1,4 @@
-"""The tower of Phi-4-multimodal: crops of one size with padding in some, and the whole image."""
+"""Vision tower of Phi-4-multimodal: crops of equal size, some with padding, and the whole image."""
 
 from collections.abc import Mapping
 from math import isqrt
@@ -12,12 +12,14 @@ from torch.nn import functional
 from hpu.multimodal.base import MASKED, Integers, Tiles
 
 ROW_END, WHOLE_FOLLOWS = -1, -2
-"""In a layout: the embedding that ends a row, and the one between the crops and the whole image."""
+"""Layout entries: the separator at the end of a row, and the separator between the crops and the
+whole image."""
 
 
 class Phi4Tiles(Tiles):
-    """The whole image is the first tile, its crops follow in rows. Transformers has no method of
-    this tower alone, and its forward pass counts padding on the device."""
+    """Tiles of Phi-4-multimodal: the whole image is the first tile, followed by its crops row by
+    row. Transformers has no method that runs only the tower, and its forward pass counts padding on
+    the device."""
 
     is_for_all_devices = True
 
@@ -25,7 +27,7 @@ class Phi4Tiles(Tiles):
         self._embed = embed = whole.model.embed_tokens_extend.image_embed
         vision = whole.config.vision_config
         layers = embed.img_processor.encoder.layers
-        # Outputs are counted with the input of the first layer.
+        # `feature_layer` indexes the hidden states. Hidden state 0 is the input of the first layer.
         self._layers = layers[: range(len(layers) + 1)[vision.feature_layer]]
         self._crop_size = vision.crop_size
         self._side = vision.image_size // vision.patch_size
@@ -43,12 +45,14 @@ class Phi4Tiles(Tiles):
         return self._projected(torch.cat([one.view(1, -1) for one in ends]))
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Of pixels, the learned position of each patch, and 1 for each that is no padding."""
+        """Tile embeddings. Inputs: pixels, the learned position of each patch, and 1 for each patch
+        that is not padding."""
         pixels, positions, is_patch = inputs
         embeddings = self._embed.img_processor.embeddings
         hidden = embeddings.patch_embedding(pixels).flatten(2).transpose(1, 2)
         hidden = hidden + embeddings.position_embedding(positions)
-        # Always given: without one, transformers' attention over these layers is causal.
+        # The mask is always passed: without a mask, transformers' attention over these layers is
+        # causal.
         mask = torch.where(is_patch > 0, 0.0, MASKED).to(hidden.dtype)[:, None, None]
         for layer in self._layers:
             hidden = layer(hidden, attention_mask=mask)
@@ -78,7 +82,7 @@ class Phi4Tiles(Tiles):
             )
 
         def joined(crops: Integers) -> Integers:
-            """(rows * columns, side, side), as they lie in the image."""
+            """Crops arranged as in the image: (rows * side, columns * side)."""
             grid = np.swapaxes(crops.reshape(rows, columns, side, side), 1, 2)
             return np.reshape(grid, (rows * side, columns * side))
 
@@ -92,14 +96,14 @@ class Phi4Tiles(Tiles):
         return self._embed.img_projection_down(up)  # type: ignore[no-any-return]
 
     def _positions(self, mask: Tensor) -> Tensor:
-        """(tiles, patches): those of patches that are no padding go from edge to edge, as the
-        forward pass of transformers computes them; 0 for padding."""
+        """Learned position of each patch (tiles, patches). Positions of real patches are spread
+        from edge to edge, as in the forward pass of transformers; 0 for padding."""
         side = self._side
         steps = torch.arange(side, dtype=torch.float32, device=mask.device)
         edges = torch.arange(1 / side, 1.0, 1 / side, device=mask.device)
 
         def places(counts: Tensor) -> Tensor:
-            """(tiles, side)"""
+            """Positions along a single axis: (tiles, side)."""
             shares = steps * (1.0 / counts).unsqueeze(1)
             return torch.bucketize(shares.clamp(max=1.0 - 1e-6), edges, right=True)
 
@@ -109,7 +113,7 @@ class Phi4Tiles(Tiles):
 
 
 def _mask(tensors: Mapping[str, Tensor]) -> Tensor:
-    """(tiles, rows, columns): 1 for each patch that is no padding."""
+    """(tiles, rows, columns): 1 for each patch that is not padding."""
     mask = tensors["image_attention_mask"]
     return mask.reshape(-1, *mask.shape[-2:])
 

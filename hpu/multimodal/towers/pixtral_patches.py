@@ -1,5 +1,5 @@
-"""The tower of Pixtral in fixed shapes, with the projector of LLaVA, or that of Mistral 3, which
-merges patches."""
+"""Vision tower of Pixtral in fixed shapes, with the projector of LLaVA, or the projector of Mistral
+3, which merges patches."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from hpu.multimodal.base import PAD_SEGMENT, Integers, Patches, PatchInput, segm
 
 
 class PixtralPatches(Patches):
-    """The patches that a projector merges follow each other."""
+    """Patches of Pixtral images. Patches that the projector merges are adjacent."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._tower = whole.model.vision_tower
@@ -33,10 +33,10 @@ class PixtralPatches(Patches):
         )
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Of pixels, rows and columns, and segments."""
+        """Patch features. Inputs: pixels, (row, column) positions, and segments."""
         pixels, positions, segments = inputs
         tower, projector = self._tower, self._projector
-        # A convolution whose steps are as wide as its kernel.
+        # The patch embedding is a convolution whose stride equals its kernel size.
         hidden = tower.ln_pre(functional.linear(pixels, tower.patch_conv.weight.flatten(1)))
         rotation = tower.patch_positional_embedding(hidden, positions)
         mask = segment_mask(segments, self.dtype)
@@ -49,7 +49,7 @@ class PixtralPatches(Patches):
         if not self._is_merged:
             return projector(features)  # type: ignore[no-any-return]
         squares = projector.norm(features).view(-1, self.merged, features.shape[-1])
-        # As a convolution has them: the places of a square within each channel.
+        # Same element order as a convolution: the positions of a square within each channel.
         merged = projector.patch_merger.merging_layer(squares.transpose(1, 2).flatten(1))
         return projector.linear_2(projector.act(projector.linear_1(merged)))  # type: ignore[no-any-return]
 
@@ -62,7 +62,7 @@ class PixtralPatches(Patches):
             )
         pixels = tensors["pixel_values"]
         pixels = pixels.view(*pixels.shape[-3:])[:, : rows * size, : columns * size]
-        # (rows, columns, channels, height, width)
+        # (rows, columns, channels, height, width).
         patches = pixels.unfold(1, size, size).unfold(2, size, size).permute(1, 2, 0, 3, 4)
         places = torch.stack(
             torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1
@@ -75,7 +75,7 @@ class PixtralPatches(Patches):
         return given, np.arange(rows * columns // self.merged)
 
     def _in_squares(self, grid: Tensor) -> Tensor:
-        """(rows, columns, n) to (rows * columns, n), one square of patches after the other."""
+        """Reorder (rows, columns, n) to (rows * columns, n), square by square."""
         rows, columns, width = grid.shape
         merge = self._merge
         squares = grid.reshape(rows // merge, merge, columns // merge, merge, width)
@@ -86,7 +86,7 @@ def _attend(
     attention: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
 ) -> Tensor:
     def heads(projection: Any) -> Tensor:
-        """(1, heads, n, head_dim)"""
+        """(1, heads, n, head_dim)."""
         found = projection(hidden).view(1, len(hidden), attention.num_heads, -1)
         return found.transpose(1, 2)  # type: ignore[no-any-return]
 

@@ -1,5 +1,5 @@
-"""Towers whose images consist of tiles of one size: what a device computes in launches of so many
-tiles, and what the host makes of their embeddings."""
+"""Vision towers of tiled images: the features that a device computes for a fixed number of tiles,
+and the layout of an image's embeddings on the host."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,12 +20,12 @@ def _all(whole: Any, tensors: Mapping[str, Tensor], numbers: Tensor) -> Tensor:
 
 class _Family(NamedTuple):
     features: Callable[[Any, Tensor], Tensor]
-    """Of the whole model and tiles (n, channels, height, width): (n, rows, hidden)."""
+    """Maps the whole model and tiles (n, channels, height, width) to (n, rows, hidden)."""
     layout: Callable[[Any, Mapping[str, Tensor], Tensor], Tensor]
-    """Of the numbers (tiles, rows, 1) of all embeddings of an image: those that it has, in order;
-    -1 for the embedding that ends a row."""
+    """Selects from the indices (tiles, rows, 1) of all tile embeddings the indices of the image's
+    embeddings, in order; -1 for the separator at the end of a row."""
     is_for_all_devices: bool = False
-    """As Tiles has it."""
+    """See Tiles.is_for_all_devices."""
 
 
 def _features(whole: Any, pixels: Tensor) -> Tensor:
@@ -34,7 +34,8 @@ def _features(whole: Any, pixels: Tensor) -> Tensor:
 
 
 def _plain_features(whole: Any, pixels: Tensor) -> Tensor:
-    """As LLaVA-1.5 makes them: its successor packs them, by the sizes of the images."""
+    """Features by the method of LLaVA-1.5: the method of its successor packs the features by image
+    size."""
     output: Any = LlavaModel.get_image_features(whole.model, pixels)
     return torch.stack(tuple(output.pooler_output))
 
@@ -50,8 +51,8 @@ def _packed(whole: Any, tensors: Mapping[str, Tensor], numbers: Tensor) -> Tenso
 
 
 def _whole_tiles(whole: Any, pixels: Tensor) -> Tensor:
-    """Of tiles without padding, whose patches have the positions in their order. Transformers'
-    code looks for padding in the values."""
+    """Features of tiles without padding, whose patches have consecutive positions. Transformers'
+    code searches the pixel values for padding."""
     tower = whole.model.vision_model
     embeddings = tower.embeddings
     hidden = embeddings.patch_embedding(pixels).flatten(2).transpose(1, 2)
@@ -72,13 +73,14 @@ _FAMILIES: dict[str, _Family] = {
     "smolvlm": _Family(_whole_tiles, _all),
     "vipllava": _Family(_features, _all),
 }
-"""By the model_type of whole models."""
+"""Families by the model_type of the whole model."""
 PHI4 = "phi4_multimodal"
-"""Whose tower reads more than pixels."""
+"""Model type of the tower that reads more inputs than pixels."""
 
 
 def make_tiles(whole: Any, dtype: torch.dtype) -> Tiles | None:
-    """Of a model of transformers; None where images do not consist of tiles of one size."""
+    """Tile implementation for a transformers model; None if its images do not consist of tiles of
+    equal size."""
     model_type = type(whole.config).model_type
     if model_type == PHI4:
         return Phi4Tiles(whole, dtype)
@@ -86,7 +88,7 @@ def make_tiles(whole: Any, dtype: torch.dtype) -> Tiles | None:
 
 
 class TowerTiles(Tiles):
-    """Tiles of which a tower reads the pixels alone."""
+    """Tiles whose tower reads only pixels."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._whole = whole

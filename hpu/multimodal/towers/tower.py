@@ -1,5 +1,5 @@
-"""VisionTower: the vision tower and the projector of a model, in transformers' own code, with
-weights that our loader fills."""
+"""VisionTower: the vision tower and projector of a model, in transformers' own code, with weights
+filled by this server's loader."""
 
 import inspect
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ from hpu.multimodal.towers.whole_model import build_whole, drop_language_model, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerWeightMap(WeightMap):
-    """The tensors of a tower, under the paths of its parameters; all others are OUTSIDE."""
+    """Maps tensors of a tower to the paths of its parameters; all other tensors are OUTSIDE."""
 
     names: frozenset[str]
     conversions: tuple[Any, ...]
-    """Transformers' own renamings of older checkpoints' tensors, in order."""
+    """Transformers' renamings of tensors in older checkpoints, in order."""
 
     def map_name(self, name: str) -> str:
         for conversion in self.conversions:
@@ -45,11 +45,11 @@ class TowerWeightMap(WeightMap):
 
 
 class VisionTower(Tower):
-    """From the tensors of an image processor to embeddings. Parameters are allocated, not filled,
-    under the paths that they have in the model of transformers."""
+    """Maps the tensors of an image processor to embeddings. Parameters are allocated, not filled,
+    under their paths in the transformers model."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        """ConfigError for a tower that transformers cannot build."""
+        """Raises ConfigError if transformers cannot build the tower."""
         super().__init__()
         assert config.vision is not None, "a model that takes images"
         self.facts: VisionFacts = config.vision
@@ -81,11 +81,11 @@ class VisionTower(Tower):
             self.add_module(name, child)
         for name, parameter in whole.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
-        # Not registered: its parts are, above.
+        # Not registered as a submodule: its parameters are registered above.
         self.__dict__["_whole"] = whole
 
     def forward(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """(embeddings, hidden) of one image, from the arguments of its tower."""
+        """Embeddings (embeddings, hidden) of an image. `tensors`: arguments of the tower."""
         given = {
             name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
             for name, tensor in tensors.items()
@@ -99,7 +99,7 @@ class VisionTower(Tower):
             return _by_tiles(tiles, given)
         owner = features_owner(whole)
         names = inspect.signature(owner.get_image_features).parameters
-        # Processors give more than the tower reads.
+        # Processors return more than the tower reads.
         output = owner.get_image_features(
             **{name: tensor for name, tensor in given.items() if name in names}
         )
@@ -112,7 +112,7 @@ class VisionTower(Tower):
         return features.reshape(-1, self._hidden_size)  # type: ignore[no-any-return]
 
     def tiles(self) -> Tiles | None:
-        # LLaVA has tiles, unless its tower is that of Pixtral.
+        # LLaVA has tiles, unless its tower is Pixtral's.
         if self.facts.is_unlisted or self.patches() is not None:
             return None
         return make_tiles(self.__dict__["_whole"], self.dtype)
@@ -129,11 +129,11 @@ class VisionTower(Tower):
 
 
 def _by_tiles(tiles: Tiles, tensors: Mapping[str, Tensor]) -> Tensor:
-    """(embeddings, hidden) of one image."""
+    """Embeddings (embeddings, hidden) of an image."""
     features = tiles.features(*tiles.prepare(tensors))
     layout = torch.from_numpy(tiles.layout(tensors, *features.shape[:2])).to(features.device)
     parts = [features.flatten(0, 1)]
     if tiles.separators is not None:
-        # Their numbers are negative, so they count from the end.
+        # Separators have negative indices, which count from the end.
         parts.append(tiles.separators.flip(0))
     return torch.cat(parts)[layout]

@@ -1,4 +1,5 @@
-"""A whole model of transformers, with images, whose vision tower we fill and drive."""
+"""A transformers model with images, built as a whole; its vision tower is filled and called by this
+server."""
 
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ LANGUAGE_MODELS = (
     *("language_model", "text_model", "lm_head"),
     *("layers", "embed_tokens", "norm", "rotary_emb"),
 )
-"""What the parts of a model are called that are not built here. The second ones are those of
-language models which their towers are parts of."""
+"""Attribute names of the language model, which is not built here. The second row: language model
+parts of models whose tower is inside the language model."""
 
 
 def build_whole(config: ModelConfig, facts: VisionFacts, dtype: torch.dtype) -> Any:
-    """A PreTrainedModel on the meta device. ConfigError for one that transformers cannot build."""
+    """PreTrainedModel on the meta device. Raises ConfigError if transformers cannot build the
+    model."""
     file = Path(config.path, "config.json")
     fields = dict(read_json(file))
     # Towers are not quantized.
@@ -46,7 +48,7 @@ def build_whole(config: ModelConfig, facts: VisionFacts, dtype: torch.dtype) -> 
 
 
 def drop_language_model(whole: Any) -> None:
-    """And what makes neither text nor embeddings of images."""
+    """Remove the language model, and modules that produce neither text nor image embeddings."""
     for parent in (whole, getattr(whole, "model", None)):
         for name in LANGUAGE_MODELS:
             if parent is not None and isinstance(getattr(parent, name, None), nn.Module):
@@ -59,8 +61,8 @@ def drop_language_model(whole: Any) -> None:
 
 
 def features_owner(whole: Any) -> Any:
-    """The module whose `get_image_features` makes embeddings of images: the model without its head,
-    unless only the model with its head has the method. None: neither has it."""
+    """Module whose `get_image_features` computes image embeddings: the model without its head, else
+    the model with its head. None if both lack the method."""
     for owner in (getattr(whole, "model", None), whole):
         if hasattr(owner, "get_image_features"):
             return owner

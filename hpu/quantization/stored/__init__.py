@@ -1,1 +1,1 @@
-"""Methods of weights that a checkpoint has quantized."""
+"""Methods for weights that are quantized in the checkpoint."""

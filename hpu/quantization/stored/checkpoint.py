@@ -10,14 +10,16 @@ from hpu.quantization.stored.weights import StoredExperts, StoredWeight
 from hpu.quantization.unquantized import UNQUANTIZED, UNQUANTIZED_MOE
 
 MakeMethod = Callable[[StoredWeight], LinearMethod | None]
-"""The method by which a device multiplies a quantized weight; None: it does not."""
+"""Makes the method by which a device multiplies a quantized weight; None: the device does not
+support it."""
 MakeMoEMethod = Callable[[StoredExperts | Mxfp4Experts], MoEMethod | None]
-"""Likewise, quantized experts."""
+"""Makes the method by which a device multiplies quantized experts; None: the device does not
+support them."""
 
 
 class CheckpointScheme:
-    """A layer keeps its weight quantized if the device multiplies such weights, and all that is
-    merged into it is quantized alike; other weights are dequantized while they are loaded."""
+    """A weight stays quantized if the device multiplies such weights and all tensors merged into
+    the layer are quantized alike; other weights are dequantized while loading."""
 
     def __init__(
         self, make_method: MakeMethod, make_moe_method: MakeMoEMethod = lambda experts: None
@@ -29,7 +31,7 @@ class CheckpointScheme:
         self, shards: list[Shard], in_features: int, *, is_head: bool
     ) -> LinearMethod:
         stored = _stored_weight(shards, in_features)
-        # The shard of the head's last rank is filled up with rows that no scale has.
+        # The head shard of the last rank is padded with rows that have no scale.
         if stored is None or (is_head and any(one.intervals is not None for one in shards)):
             return UNQUANTIZED
         return self._make_method(stored) or UNQUANTIZED
@@ -54,8 +56,8 @@ class CheckpointScheme:
 
 
 def _stored_weight(shards: list[Shard], in_features: int) -> StoredWeight | None:
-    """What all of `shards`, of a linear layer or of the experts of a layer, are; None if they are
-    not all quantized alike."""
+    """Common StoredWeight of all `shards`, of a linear layer or of the experts of a layer; None if
+    the shards are not all quantized alike."""
     values = [one for one in shards if one.spec.part and one.spec.part.role == "values"]
     schemes = {one.spec.scheme for one in shards}
     if not values or len(schemes) > 1:

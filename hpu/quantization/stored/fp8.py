@@ -1,6 +1,6 @@
-"""Fp8LinearMethod and Fp8MoEMethod: FP8 weights of a checkpoint on Gaudi, multiplied in FP8;
-Fp8BlockLinearMethod and Fp8BlockMoEMethod: expanded in each launch, with their scales, of blocks or
-of outputs."""
+"""FP8 weights of a checkpoint on Gaudi. Fp8LinearMethod and Fp8MoEMethod multiply in FP8;
+Fp8BlockLinearMethod and Fp8BlockMoEMethod dequantize in each launch with the checkpoint's scales,
+per block or per output."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -23,27 +23,27 @@ from hpu.quantization.stored.weights import (
 )
 
 CHECKPOINT_MAX = 448.0
-"""Largest value of e4m3 in checkpoints."""
+"""Largest e4m3 value in checkpoints."""
 MIN_AMAX = 1e-8
 """Added to the largest activation of a token, which may be 0."""
 
 
 class Range(NamedTuple):
-    """Of e4m3 on a card."""
+    """Range of e4m3 on a card."""
 
     largest: float
 
     @property
     def halves(self) -> bool:
-        """Whether it ends below that of checkpoints: weights are halved, and scales doubled, so
-        that no code of a larger value is ever on the card."""
+        """Whether the card's range is smaller than the range of checkpoints. If so, weights are
+        halved and scales doubled, so that no code beyond the card's range is ever on the card."""
         return self.largest < CHECKPOINT_MAX
 
     def per_output(
         self, weight: StoredWeight, parts: Mapping[Role, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Of `parts` of a weight, (out, in) float8_e4m3fn in the card's range, and scales (out, 1)
-        float32."""
+        """From the `parts` of a weight: values (out, in) float8_e4m3fn in the card's range, and
+        scales (out, 1) float32."""
         values, scales = parts["values"], parts["scales"]
         if scales.shape[1] > 1:
             plain = weight.dequantize(parts)
@@ -52,30 +52,30 @@ class Range(NamedTuple):
         return self.fitted(values, scales)
 
     def fitted(self, values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """`values` in the card's range, and their scales."""
+        """`values` in the card's range, and matching scales."""
         if self.halves:
             return to_fp8(values.float() / 2, self.largest), scales * 2
         return values, scales
 
     def input_scale(self, stored: Tensor) -> Tensor:
-        """Of activations, from that of the checkpoint."""
+        """Scale of activations for the card, from the checkpoint's scale."""
         return stored * 2 if self.halves else stored
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """`rows` (T, in) in float8_e4m3fn, and a scale of each: (T, 1) float32."""
+        """Quantize `rows` (T, in) to float8_e4m3fn with a scale per row: (T, 1) float32."""
         amax = rows.abs().amax(-1, keepdim=True).float()
         scale = (amax + MIN_AMAX) / self.largest
         return cast_to_fp8(rows, torch.reciprocal(scale)), scale
 
 
 class Fp8LinearMethod(StoredMethod):
-    """A LinearMethod of torch.ops.hpu.cast_to_fp8_v2 and fp8_gemm_v2 (HabanaAI/gaudi-pytorch-
-    bridge), with a scale of each output. Activations are scaled by token, or, where the checkpoint
-    has a scale for them, by that. Scales of blocks are replaced by scales of outputs: weights are
-    rounded again, on the host."""
+    """LinearMethod with torch.ops.hpu.cast_to_fp8_v2 and fp8_gemm_v2
+    (HabanaAI/gaudi-pytorch-bridge), with a scale per output. Activations use the checkpoint's
+    static scale if there is one, else a scale per token. Block scales are replaced by scales per
+    output: the host rounds the weights again."""
 
     def __init__(self, weight: StoredWeight, largest: float) -> None:
-        """`largest`: of the card's e4m3."""
+        """`largest`: largest e4m3 value of the card."""
         super().__init__(weight)
         self._range = Range(largest)
         self._is_static = weight.scheme.activations == "static"
@@ -85,7 +85,7 @@ class Fp8LinearMethod(StoredMethod):
         values, scales = self._range.per_output(self._weight, parts)
         tensors = {"qweight": values, "scales": scales.flatten()}
         if self._is_static:
-            # One scale for all that multiply the same activations.
+            # A single scale for all weights that multiply the same activations.
             scale = self._range.input_scale(parts["input_scale"].max().reshape(1))
             tensors["input_scale"] = scale
             tensors["input_multiplier"] = 1 / scale
@@ -121,7 +121,7 @@ def to_fp8(values: Tensor, largest: float) -> Tensor:
 
 
 def cast_to_fp8(rows: Tensor, multiplier: Tensor) -> Tensor:
-    """`rows` times `multiplier`, by the card."""
+    """`rows` times `multiplier`, cast to FP8 by the card."""
     narrow: Tensor = torch.ops.hpu.cast_to_fp8_v2(
         rows, multiplier, False, False, torch.float8_e4m3fn
     )[0]
@@ -129,13 +129,13 @@ def cast_to_fp8(rows: Tensor, multiplier: Tensor) -> Tensor:
 
 
 class Fp8MoEMethod(StoredMoEMethod):
-    """A MoEMethod of the FP8 forms of torch.ops.hpu.mixture_of_experts, with a scale of each output
-    of each expert, as Fp8LinearMethod. Of checkpoints with scales for activations those of the
-    first product are the largest of this rank's experts, those of the second are each expert's
+    """MoEMethod with the FP8 forms of torch.ops.hpu.mixture_of_experts, with a scale per output of
+    each expert, like Fp8LinearMethod. Static activation scales: the first product uses the largest
+    scale of this rank's experts, the second product uses each expert's own scale
     (vllm_gaudi/extension/ops.py in vllm-project/vllm-gaudi)."""
 
     def __init__(self, experts: StoredExperts, largest: float) -> None:
-        """Of experts that `can_multiply` accepts. `largest`: of the card's e4m3."""
+        """`experts` must satisfy `can_multiply`. `largest`: largest e4m3 value of the card."""
         super().__init__(experts)
         self._range = Range(largest)
         self._is_static = experts.w13.scheme.activations == "static"
@@ -146,7 +146,7 @@ class Fp8MoEMethod(StoredMoEMethod):
             parts = weight.take_parameters(layer, prefix)
             values, scales = parts["values"], torch.empty(parts["values"].shape[:2])
             for index, own in enumerate(each_expert(parts)):
-                # In place: a second copy of all experts would not fit beside the first one.
+                # In place: a second copy of all experts would not fit in memory.
                 codes, outputs = self._range.per_output(weight, own)
                 values[index].copy_(codes)
                 scales[index].copy_(outputs.flatten())
@@ -163,11 +163,11 @@ class Fp8MoEMethod(StoredMoEMethod):
 
 
 class VllmMixtureOfExpertsOpFP8PerChannel(nn.Module):
-    """MoEImpl: the vendor's kernel for a layer's routed experts in FP8. It quantizes the inputs of
-    the second product itself, by token, or with the scale of the expert."""
+    """MoEImpl: the vendor's kernel for a layer's routed experts in FP8. The kernel quantizes the
+    inputs of the second product itself, per token, or with the static scale of the expert."""
 
     def __init__(self, layer: ExpertsLayer, fp8_range: Range, is_static: bool) -> None:
-        """Holds views of the parameters of `layer`, so a later move of them is not seen."""
+        """Holds views of the parameters of `layer`, so the parameters must not be moved later."""
         super().__init__()
 
         def views(name: str) -> list[Tensor]:
@@ -205,7 +205,8 @@ class VllmMixtureOfExpertsOpFP8PerChannel(nn.Module):
                 "d_scale_hidden_states": scale,
                 "d_scale_intermediate_hidden_states": inner,
             }
-        # By its name: to choose one, torch would print arguments that do not fit another.
+        # Overload selected by name: overload resolution in torch would print the arguments, and
+        # they do not fit the other overloads.
         forms = torch.ops.hpu.mixture_of_experts
         form = forms.fp8_fused_weights if self._static else forms.fp8_fused_weights_dynamic
         out: Tensor = form(
@@ -226,17 +227,17 @@ class VllmMixtureOfExpertsOpFP8PerChannel(nn.Module):
 
 
 def can_multiply(experts: StoredExperts) -> bool:
-    """Whether the FP8 forms of the kernel take such experts."""
+    """Whether the FP8 forms of the kernel support `experts`."""
     floats = experts.w13.scheme.is_float and experts.w2.scheme.is_float
     return floats and experts.activation in MOE_ACTIVATIONS
 
 
 class Fp8BlockLinearMethod(StoredMethod):
-    """A LinearMethod that keeps the checkpoint's scales, and expands the weight to the dtype of the
-    activations in each launch."""
+    """LinearMethod that keeps the checkpoint's scales and dequantizes the weight to the
+    activations' dtype in each launch."""
 
     def __init__(self, weight: StoredWeight, largest: float) -> None:
-        """Of a weight that `can_stay` accepts. `largest`: of the card's e4m3."""
+        """`weight` must satisfy `can_stay`. `largest`: largest e4m3 value of the card."""
         super().__init__(weight)
         self._range = Range(largest)
 
@@ -253,7 +254,8 @@ class Fp8BlockLinearMethod(StoredMethod):
 
 
 class Fp8BlockMoEMethod(StoredMoEMethod):
-    """As Fp8BlockLinearMethod, of experts: a MoEMethod of mixture_of_experts."""
+    """MoEMethod with mixture_of_experts that dequantizes the experts in each launch, like
+    Fp8BlockLinearMethod."""
 
     def __init__(
         self,
@@ -261,7 +263,7 @@ class Fp8BlockMoEMethod(StoredMoEMethod):
         largest: float,
         end_slice: Callable[[], None] = lambda: None,
     ) -> None:
-        """Of experts that `can_multiply` and `can_stay` accept. `end_slice`: as that of
+        """`experts` must satisfy `can_multiply`, and both weights `can_stay`. `end_slice`: see
         ExpandedExperts."""
         super().__init__(experts)
         self._range = Range(largest)
@@ -271,7 +273,7 @@ class Fp8BlockMoEMethod(StoredMoEMethod):
         for prefix, weight in self._experts.products:
             parts = weight.take_parameters(layer, prefix)
             for own in each_expert(parts):
-                # In place, as with Fp8MoEMethod.
+                # In place, for the same reason as in Fp8MoEMethod.
                 fitted = self._range.fitted(own["values"], own["scales"])
                 own["values"].copy_(fitted[0])
                 own["scales"].copy_(fitted[1])
@@ -288,22 +290,23 @@ class Fp8BlockMoEMethod(StoredMoEMethod):
 
 
 def expand_blocks(operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """(out, in) of FP8 (out, in) and scales (out, groups), rounded once."""
+    """Dequantize FP8 values (out, in) with scales (out, groups) to (out, in), rounded once."""
     values, scales = operands
     grouped = values.float().view(*scales.shape, -1) * scales.unsqueeze(-1)
     return grouped.view(values.shape).to(dtype)
 
 
 def can_stay(weight: StoredWeight) -> bool:
-    """Whether it can be expanded with its own scales: this rank has whole groups of inputs."""
+    """Whether the weight can be dequantized with its own scales: this rank has whole groups of
+    inputs."""
     return weight.scheme.is_float and weight.in_features % weight.num_groups == 0
 
 
 def has_blocks(weight: StoredWeight) -> bool:
-    """Whether its scales are of blocks."""
+    """Whether the weight has block scales."""
     return weight.scheme.is_float and weight.scheme.group_size is not None
 
 
 def is_weight_only(weight: StoredWeight) -> bool:
-    """Whether the checkpoint has only weights in FP8: the activations are not to be quantized."""
+    """Whether only weights are FP8 in the checkpoint, so that activations must not be quantized."""
     return weight.scheme.is_float and weight.scheme.activations == "none"

@@ -1,5 +1,5 @@
-"""Int8LinearMethod and Int8MoEMethod: 8-bit integers of a checkpoint on Gaudi, expanded by ordinary
-operators in each launch. They take half of the memory of bfloat16, and no less time."""
+"""Int8LinearMethod and Int8MoEMethod: 8-bit integers of a checkpoint on Gaudi, dequantized by
+ordinary operators in each launch. They take half of the memory of bfloat16, and are not faster."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,11 +23,11 @@ from hpu.quantization.unquantized import UNQUANTIZED
 
 
 class Int8LinearMethod(StoredMethod):
-    """A LinearMethod of `expand_int8`. All tensors are parameters: constants would make each layer
+    """LinearMethod with `expand_int8`. All tensors are parameters: constants would give each layer
     a recipe of its own."""
 
     def __init__(self, weight: StoredWeight) -> None:
-        """Of a weight that `can_expand` accepts."""
+        """`weight` must satisfy `can_expand`."""
         super().__init__(weight)
         self._names = _names(weight)
 
@@ -49,12 +49,13 @@ class Int8LinearMethod(StoredMethod):
 
 
 class Int8MoEMethod(StoredMoEMethod):
-    """As Int8LinearMethod, of experts: a MoEMethod of mixture_of_experts."""
+    """MoEMethod with mixture_of_experts that dequantizes the experts in each launch, like
+    Int8LinearMethod."""
 
     def __init__(
         self, experts: StoredExperts, end_slice: Callable[[], None] = lambda: None
     ) -> None:
-        """Of experts that `can_expand_experts` accepts. `end_slice`: as that of ExpandedExperts."""
+        """`experts` must satisfy `can_expand_experts`. `end_slice`: see ExpandedExperts."""
         super().__init__(experts)
         self._end_slice = end_slice
 
@@ -85,14 +86,14 @@ class Int8MoEMethod(StoredMoEMethod):
 
 
 def _names(weight: StoredWeight) -> tuple[str, ...]:
-    """Of the parameters of a layer, as `expand_int8` takes them."""
+    """Names of a layer's parameters, in the order of `expand_int8`."""
     names: tuple[str, ...] = ("qweight", "scales")
     names += ("qzeros",) if weight.has_zeros else ()
     return (*names, "g_idx") if weight.scheme.desc_act else names
 
 
 def _converted(weight: StoredWeight, parts: Mapping[Role, Tensor]) -> dict[str, Tensor] | None:
-    """The parameters, from `parts` of a weight; None if the outputs differ in their groups."""
+    """Parameters from the `parts` of a weight; None if the outputs differ in their groups."""
     groups, middle = parts.get("groups"), weight.scheme.middle
     if groups is not None and not (groups == groups[0]).all():
         return None
@@ -109,9 +110,9 @@ def _converted(weight: StoredWeight, parts: Mapping[Role, Tensor]) -> dict[str, 
 
 
 def expand_int8(operands: Operands, dtype: torch.dtype, names: tuple[str, ...]) -> Tensor:
-    """(out, in) in `dtype`, rounded once: int8 (out, in), less int8 zero points (out, groups),
-    times float32 scales (out, groups), in groups of neighbouring inputs, or of those that int32
-    (in) says. `names`: which of them `operands` are."""
+    """Dequantize to (out, in) in `dtype`, rounded once: (int8 values (out, in) - int8 zero points
+    (out, groups)) * float32 scales (out, groups). Groups consist of neighbouring inputs, unless
+    g_idx int32 (in) gives the group of each input. `names`: names of the `operands`."""
     tables = dict(zip(names, operands, strict=True))
     values = tables["qweight"].float()
     shape, groups = values.shape, tables.get("g_idx")
@@ -127,8 +128,8 @@ def expand_int8(operands: Operands, dtype: torch.dtype, names: tuple[str, ...]) 
 
 
 def can_expand(weight: StoredWeight) -> bool:
-    """Whether it is of 8-bit integers, of which this rank has whole groups of inputs, or knows the
-    group of each input."""
+    """Whether `weight` has 8-bit integers, and this rank has whole groups of inputs or the group of
+    each input."""
     scheme = weight.scheme
     if scheme.is_float or scheme.bits != 8:
         return False
@@ -136,6 +137,6 @@ def can_expand(weight: StoredWeight) -> bool:
 
 
 def can_expand_experts(experts: StoredExperts) -> bool:
-    """As `can_expand`, of all experts."""
+    """Whether `can_expand` holds for both weights of `experts`."""
     is_known = experts.activation in MOE_ACTIVATIONS
     return is_known and can_expand(experts.w13) and can_expand(experts.w2)

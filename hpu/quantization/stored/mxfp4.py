@@ -1,4 +1,4 @@
-"""Mxfp4MoEMethod: experts whose checkpoint has MXFP4, for kernels that multiply by it as it is."""
+"""Mxfp4MoEMethod: MXFP4 experts of a checkpoint, for kernels that multiply by MXFP4 directly."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from hpu.quantization.stored.weights import W2, W13
 from hpu.quantization.unquantized import UNQUANTIZED_MOE
 
 HALVES = ("blocks", "scales")
-"""Ends of the names of parameters; those of a weight have the same prefix."""
+"""Suffixes of the parameter names of a weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class Mxfp4Experts:
     num_experts: int
     hidden_size: int
     inner_size: int
-    """Of this rank."""
+    """Inner size of this rank."""
     has_whole_blocks: bool
-    """Whether no block of inputs is divided among ranks."""
+    """Whether every block of inputs is on a single rank."""
 
     @classmethod
     def of(cls, w2: list[Shard], hidden_size: int, inner_size: int) -> "Mxfp4Experts":
-        """From what this rank has of the second product."""
+        """Mxfp4Experts of this rank, from the shards of the second product."""
         blocks = next(one for one in w2 if one.spec.mxfp4 == "blocks")
         count = blocks.spec.num_experts
         assert count is not None, "a tensor has all experts"

@@ -1,5 +1,5 @@
 """PackedLinearMethod and PackedMoEMethod: the integers of a GPTQ, AWQ or compressed-tensors
-checkpoint, for kernels that multiply by them as they are."""
+checkpoint, for kernels that multiply by the integers directly."""
 
 from collections.abc import Mapping
 
@@ -22,19 +22,19 @@ from hpu.quantization.stored.weights import (
 from hpu.quantization.unquantized import UNQUANTIZED
 
 OUTPUTS = 16
-"""Kernels, ours and torch's, take a multiple of so many."""
+"""Packed kernels (the native kernels and torch's) need a multiple of this number of outputs."""
 DEQUANTIZED_BITS = 16
-"""Of a weight in bfloat16."""
+"""Bits per weight in bfloat16."""
 
 
 class PackedLinearMethod(StoredMethod):
-    """A LinearMethod whose weight becomes a QuantizedWeight. Of groups that are not of neighbouring
-    inputs, the inputs are reordered; where ranks divide them, each group is filled up with zeros to
-    the size of the largest. Where outputs differ in their groups, or zeros would take more memory
-    than the dequantized weight, that is used."""
+    """LinearMethod whose weight becomes a QuantizedWeight. If groups do not consist of neighbouring
+    inputs, the inputs are reordered; if ranks divide the groups, each group is padded with zeros to
+    the size of the largest group. The weight is dequantized if the outputs differ in their groups,
+    or if padding would take more memory than the dequantized weight."""
 
     def __init__(self, weight: StoredWeight) -> None:
-        """Of a weight that `can_pack` accepts."""
+        """`weight` must satisfy `can_pack`."""
         super().__init__(weight)
 
     def process_weights(self, layer: LinearLayer) -> None:
@@ -50,15 +50,15 @@ class PackedLinearMethod(StoredMethod):
 
 
 class PackedMoEMethod(StoredMoEMethod):
-    """A MoEMethod whose weights become StackedWeights, each as with PackedLinearMethod; where one
-    of them is dequantized, all of the layer are."""
+    """MoEMethod whose weights become StackedWeights, each packed like in PackedLinearMethod. If any
+    weight has to be dequantized, all weights of the layer are."""
 
     def process_weights(self, layer: ExpertsLayer) -> None:
         parts, stacks = {}, {}
         for prefix, weight in self._experts.products:
             parts[prefix] = weight.take_parameters(layer, prefix)
             sizes = [group_width(weight, own) for own in each_expert(parts[prefix])]
-            # Of the same shape for all.
+            # All experts need the same shape.
             width = None if None in sizes else max(filter(None, sizes))
             found = [_quantized(weight, own, width) for own in each_expert(parts[prefix])]
             stacks[prefix] = tuple(one for one in found if one is not None)
@@ -71,7 +71,7 @@ class PackedMoEMethod(StoredMoEMethod):
 def _quantized(
     weight: StoredWeight, parts: Mapping[Role, Tensor], width: int | None
 ) -> QuantizedWeight | None:
-    """With groups of `width` inputs; None: it is dequantized."""
+    """QuantizedWeight with groups of `width` inputs; None: the weight is dequantized."""
     if width is None:
         return None
     scheme = weight.scheme
@@ -80,7 +80,7 @@ def _quantized(
     if "groups" in parts:
         inputs = order_of_groups(parts["groups"][0], weight.num_groups, width)
         values = from_pairs(values) if scheme.bits == 4 else values
-        # Those that stand for no input are multiplied by zeros.
+        # Padding inputs are multiplied by zeros.
         values = values.index_select(1, inputs.clamp_min(0))
         values = to_pairs(values) if scheme.bits == 4 else values
         if not inputs.equal(torch.arange(weight.in_features)):
@@ -103,18 +103,19 @@ def _quantized(
 
 
 def can_pack(weight: StoredWeight) -> bool:
-    """Whether a QuantizedWeight can have it, in groups of whole blocks of inputs."""
+    """Whether `weight` fits into a QuantizedWeight with groups of whole GROUP_SIZE blocks of
+    inputs."""
     size, groups = weight.in_features, weight.num_groups
     if weight.scheme.is_float or weight.out_features % OUTPUTS:
         return False
-    # Of groups in any order a rank has parts of all, which are filled up.
+    # With groups in arbitrary order a rank has parts of all groups, which are padded.
     is_part = weight.scheme.desc_act and size != weight.total_inputs
     return is_part or (size % groups == 0 and size // groups % GROUP_SIZE == 0)
 
 
 def group_width(weight: StoredWeight, parts: Mapping[Role, Tensor]) -> int | None:
-    """Inputs of each group of a QuantizedWeight of `parts`; None: there is none, or it would take
-    more memory than the dequantized weight."""
+    """Inputs per group of a QuantizedWeight of `parts`; None if the outputs differ in their groups,
+    or if the QuantizedWeight would take more memory than the dequantized weight."""
     if "groups" not in parts:
         return weight.in_features // weight.num_groups
     groups = parts["groups"]
@@ -127,8 +128,8 @@ def group_width(weight: StoredWeight, parts: Mapping[Role, Tensor]) -> int | Non
 
 
 def order_of_groups(groups: Tensor, num_groups: int, width: int) -> Tensor:
-    """(num_groups * width) int64: the inputs of one group after the other, in their own order, and
-    -1 behind those of each that are fewer than `width`. `groups` (in) has that of each input."""
+    """(num_groups * width) int64: the inputs of each group in ascending order, group after group,
+    each padded with -1 to `width`. `groups` (in) is the group of each input."""
     inputs = groups.long().argsort(stable=True)
     counts = groups.bincount(minlength=num_groups)
     order = torch.full((num_groups, width), -1)

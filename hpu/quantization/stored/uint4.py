@@ -1,4 +1,4 @@
-"""Uint4LinearMethod and Uint4MoEMethod: 4-bit integers of a checkpoint on Gaudi, expanded by the
+"""Uint4LinearMethod and Uint4MoEMethod: 4-bit integers of a checkpoint on Gaudi, dequantized by the
 vendor's operator in each launch."""
 
 from collections.abc import Callable, Mapping
@@ -22,13 +22,13 @@ PER_INT32 = 8
 
 
 class Uint4LinearMethod(StoredMethod):
-    """A LinearMethod of torch.ops.hpu.convert_from_uint4 (HabanaAI/gaudi-pytorch-bridge): weights
-    are int32 (in, out / 8), the first output in the lowest bits; scales (groups, out); zero points
-    int32 (groups, out / 8) alike. All are parameters: constants would make each layer a recipe of
-    its own."""
+    """LinearMethod with torch.ops.hpu.convert_from_uint4 (HabanaAI/gaudi-pytorch-bridge). Weights
+    are int32 (in, out / 8), with the first output in the lowest bits; scales (groups, out); zero
+    points int32 (groups, out / 8) in the same packing. All tensors are parameters: constants would
+    give each layer a recipe of its own."""
 
     def __init__(self, weight: StoredWeight) -> None:
-        """Of a weight that `can_convert` accepts."""
+        """`weight` must satisfy `can_convert`."""
         super().__init__(weight)
 
     def process_weights(self, layer: LinearLayer) -> None:
@@ -46,7 +46,7 @@ class Uint4LinearMethod(StoredMethod):
             weight: Tensor = layer.weight.t()
         else:
             tensors = [layer.get_parameter(name) for name in ("qweight", "scales", "qzeros")]
-            # Releases before 1.22 have no such argument.
+            # Releases before 1.22 do not have the g_idx argument.
             groups = [layer.get_parameter("g_idx")] if self._weight.scheme.desc_act else []
             weight = torch.ops.hpu.convert_from_uint4(*tensors, x.dtype, *groups)
         out = torch.matmul(x, weight)
@@ -56,8 +56,8 @@ class Uint4LinearMethod(StoredMethod):
 def _converted(
     weight: StoredWeight, parts: Mapping[Role, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor] | None:
-    """What the operator takes of `parts` of a weight, in its order; None if the outputs differ in
-    their groups."""
+    """Operands of the operator from the `parts` of a weight, in order; None if the outputs differ
+    in their groups."""
     groups = parts.get("groups")
     if groups is not None and not (groups == groups[0]).all():
         return None
@@ -76,14 +76,14 @@ def _converted(
 
 
 class Uint4MoEMethod(StoredMoEMethod):
-    """A MoEMethod of torch.ops.hpu.convert_from_uint4, for all experts in each launch, and
+    """MoEMethod with torch.ops.hpu.convert_from_uint4 for all experts in each launch, and
     mixture_of_experts."""
 
     def __init__(
         self, experts: StoredExperts, end_slice: Callable[[], None] = lambda: None
     ) -> None:
-        """Of experts that `can_convert_experts` accepts. `end_slice` is called after each part of
-        them, so that the memory of its weights is free for the next one."""
+        """`experts` must satisfy `can_convert_experts`. `end_slice` is called after each slice of
+        the experts, so that the memory of its weights is free for the next slice."""
         super().__init__(experts)
         self._end_slice = end_slice
 
@@ -112,20 +112,21 @@ class Uint4MoEMethod(StoredMoEMethod):
 
 
 def _expand(operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """(in, out)"""
+    """Dequantized weight (in, out)."""
     out: Tensor = torch.ops.hpu.convert_from_uint4(*operands[:3], dtype, *operands[3:])
     return out
 
 
 def can_convert_experts(experts: StoredExperts, *, takes_groups: bool) -> bool:
-    """As `can_convert`, of all experts."""
+    """Whether the operator supports all of `experts`; see `can_convert`."""
     both = (experts.w13, experts.w2)
     is_known = experts.activation in MOE_ACTIVATIONS
     return is_known and all(can_convert(one, takes_groups=takes_groups) for one in both)
 
 
 def can_convert(weight: StoredWeight, *, takes_groups: bool) -> bool:
-    """Whether the operator takes it. `takes_groups`: it can be told the group of each input."""
+    """Whether the operator supports `weight`. `takes_groups`: the operator accepts a group index
+    per input."""
     scheme = weight.scheme
     if scheme.is_float or scheme.bits != 4 or weight.out_features % PER_INT32:
         return False
@@ -135,9 +136,10 @@ def can_convert(weight: StoredWeight, *, takes_groups: bool) -> bool:
 
 
 def pack_outputs(values: Tensor) -> Tensor:
-    """(out, n) uint8 below 16 to (n, out / 8) int32, the first output in the lowest bits."""
+    """Pack (out, n) uint8 values below 16 to (n, out / 8) int32, with the first output in the
+    lowest bits."""
     nibbles = values.t().int().reshape(values.shape[1], -1, PER_INT32)
-    # Not a sum: the highest four bits have the sign.
+    # Bitwise or instead of a sum: the highest four bits include the sign.
     packed = torch.zeros_like(nibbles[..., 0])
     for index in range(PER_INT32):
         packed |= nibbles[..., index] << 4 * index

@@ -1,5 +1,5 @@
-"""StoredWeight: the quantized weight of a linear layer as a checkpoint has it, and its parameters
-while it is loaded; StoredExperts, likewise, of stacked experts."""
+"""StoredWeight: the quantized weight of a linear layer in its checkpoint form, and its parameters
+during loading. StoredExperts: the quantized weights of stacked experts."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -17,11 +17,11 @@ from hpu.quantization.base import ExpertsLayer, LinearLayer
 from hpu.quantization.unquantized import UNQUANTIZED_MOE
 
 W13, W2 = "w13_", "w2_"
-"""Of stacked experts, before the names of the parameters of their two products."""
+"""Prefixes of the parameter names of the two products of stacked experts."""
 
 
 class StoringLayer(Protocol):
-    """What a layer offers to a StoredWeight."""
+    """The part of a layer that a StoredWeight uses."""
 
     device: torch.device
 
@@ -32,20 +32,20 @@ class StoringLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """The weight of a linear layer on this rank, as a checkpoint has it quantized."""
+    """The weight of a linear layer on this rank, in the quantized form of the checkpoint."""
 
     scheme: WeightScheme
     in_features: int
     out_features: int
     total_inputs: int
-    """Over all ranks."""
+    """Inputs over all ranks."""
     output_sizes: tuple[int, ...]
-    """Of the outputs that were quantized one by one, such as queries, keys and values."""
+    """Sizes of the separately quantized outputs, such as queries, keys and values."""
 
     @property
     def num_groups(self) -> int:
-        """Of the scales that this rank loads: of the size of the scheme, or smaller ones where the
-        rank's inputs begin or end within one."""
+        """Groups of the scales that this rank loads. Groups have the scheme's size, or a smaller
+        size if the rank's inputs begin or end within a group."""
         if self.scheme.group_size is None:
             return 1
         if self.scheme.desc_act:
@@ -60,8 +60,9 @@ class StoredWeight:
     def create_parameters(
         self, layer: StoringLayer, prefix: str = "", num_experts: int | None = None
     ) -> None:
-        """Give `layer` the parameters that loading fills, in host memory: what `unpack_part` gives,
-        4-bit values in pairs; of `num_experts` that are stacked. `prefix`: of their names."""
+        """Register on `layer` the parameters that loading fills, in host memory, in the layout of
+        `unpack_part` with 4-bit values in pairs. `num_experts`: stack the parameters of this many
+        experts. `prefix`: prefix of the parameter names."""
         device = torch.device("meta" if layer.device.type == "meta" else "cpu")
         out, size, groups = self.out_features, self.in_features, self.num_groups
         is_paired = self.scheme.bits == 4
@@ -82,7 +83,7 @@ class StoredWeight:
                 layer.register_parameter(prefix + PARAMETERS[part.role], parameter)
 
     def take_parameters(self, layer: StoringLayer, prefix: str = "") -> dict[Role, Tensor]:
-        """Those of `create_parameters`, which `layer` has no longer."""
+        """Remove the parameters of `create_parameters` from `layer` and return them."""
         taken: dict[Role, Tensor] = {}
         for part in self.scheme.parts:
             if part.role in PARAMETERS:
@@ -92,7 +93,7 @@ class StoredWeight:
         return taken
 
     def dequantize(self, parts: Mapping[Role, Tensor]) -> Tensor:
-        """(out, in) float32 of `take_parameters`."""
+        """(out, in) float32 from the result of `take_parameters`."""
         plain = dict(parts)
         if self.scheme.bits == 4:
             plain["values"] = from_pairs(parts["values"])
@@ -115,8 +116,8 @@ class StoredWeight:
 
 
 class StoredMethod:
-    """What the methods for StoredWeight share: how a layer gets the parameters that loading fills,
-    and a weight that is not multiplied as it is."""
+    """Shared part of the methods for StoredWeight: creates the parameters that loading fills, and
+    handles weights that have to be dequantized."""
 
     def __init__(self, weight: StoredWeight) -> None:
         self._weight = weight
@@ -126,27 +127,27 @@ class StoredMethod:
         self._weight.create_parameters(layer)
 
     def _use_dequantized(self, layer: LinearLayer, parts: Mapping[Role, Tensor]) -> None:
-        """Let `layer` have the weight of `parts` in its own dtype."""
+        """Set the weight of `layer` to the dequantized `parts`, in the layer's dtype."""
         plain = self._weight.dequantize(parts).to(layer.dtype)
         layer.weight = nn.Parameter(plain.to(layer.device), requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
-    """The weights of a layer's stacked experts on this rank, as a checkpoint has them quantized.
-    Each is a StoredWeight of its own; all have the same shapes and scheme."""
+    """Weights of a layer's stacked experts on this rank, in the quantized form of the checkpoint.
+    Each expert has a StoredWeight of its own; all have the same shapes and scheme."""
 
     w13: StoredWeight
-    """Gate and up."""
+    """Gate and up projections."""
     w2: StoredWeight
-    """Down."""
+    """Down projection."""
     num_experts: int
     activation: str
-    """As Experts.activation_name."""
+    """See Experts.activation_name."""
 
     @property
     def products(self) -> tuple[tuple[str, StoredWeight], ...]:
-        """With the prefixes of their parameters."""
+        """Both weights with the prefixes of their parameters."""
         return ((W13, self.w13), (W2, self.w2))
 
     def expanding_op(
@@ -158,7 +159,7 @@ class StoredExperts:
         permuted_weights: bool,
         end_slice: Callable[[], None],
     ) -> ExpandedExperts:
-        """Of the parameters `names` of both products, stacked, which `layer` has."""
+        """Op over the stacked parameters `names` of both products of `layer`."""
 
         def operands(prefix: str) -> list[Operands]:
             stacked = (layer.get_parameter(prefix + name).detach().unbind(0) for name in names)
@@ -177,8 +178,8 @@ class StoredExperts:
 
 
 class StoredMoEMethod:
-    """What the methods for StoredExperts share. Experts that are not multiplied as they are have
-    weights in the layer's dtype, as UNQUANTIZED_MOE takes them."""
+    """Shared part of the methods for StoredExperts. Experts that have to be dequantized get weights
+    in the layer's dtype, in the layout of UNQUANTIZED_MOE."""
 
     def __init__(self, experts: StoredExperts) -> None:
         self._experts = experts
@@ -196,7 +197,8 @@ class StoredMoEMethod:
     def _use_dequantized(
         self, layer: ExpertsLayer, parts: Mapping[str, Mapping[Role, Tensor]]
     ) -> None:
-        """Let `layer` have the weights of `parts` (prefix: those of take_parameters)."""
+        """Set the weights of `layer` to the dequantized `parts` (by prefix, from
+        take_parameters)."""
         plain = {}
         for prefix, weight in self._experts.products:
             count = self._experts.num_experts
@@ -209,6 +211,6 @@ class StoredMoEMethod:
 
 
 def each_expert(parts: Mapping[Role, Tensor]) -> Iterator[dict[Role, Tensor]]:
-    """The tensors of one expert after the other, of stacked ones."""
+    """Split stacked tensors into the tensors of each expert, in order."""
     for tensors in zip(*parts.values(), strict=True):
         yield dict(zip(parts, tensors, strict=True))
