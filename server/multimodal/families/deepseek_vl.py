@@ -1,4 +1,4 @@
-"""DeepSeek-VL: a fixed number of image tokens for an image."""
+"""DeepSeek-VL: a fixed number of image tokens per image."""
 
 from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 

@@ -1,4 +1,4 @@
-"""Phi-4-multimodal: an image token for each embedding, ends of rows included."""
+"""Phi-4-multimodal: an image token per embedding, including the embeddings of row ends."""
 
 from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
