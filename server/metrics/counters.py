@@ -141,18 +141,17 @@ class Registry:
 
 
 class SharedSnapshots:
-    """A folder with the latest snapshot of each API server, in one file per server. The last one of
-    a server that died stays: counters of all servers together never go back."""
+    """Folder with the latest snapshot of each API server, a file per server. The last snapshot of a
+    dead server is kept, so that summed counters never decrease."""
 
     def __init__(self, folder: str, index: int, restart: int = 0) -> None:
-        """`index` is that of this API server, `restart` counts those that had it before."""
+        """`index`: index of this API server; `restart`: number of earlier servers with `index`."""
         self._folder = Path(folder)
         self._path = self._folder / f"{index}-{restart}.msgpack"
         self._published = b""
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Replace this server's snapshot, atomically; does nothing if it has not changed. Raises
-        OSError."""
+        """Replace this server's snapshot atomically, if it has changed. Raises OSError."""
         data = msgspec.msgpack.encode(snapshot)
         if data == self._published:
             return
@@ -160,7 +159,7 @@ class SharedSnapshots:
         self._published = data
 
     def others(self) -> list[Snapshot]:
-        """The snapshots of the other servers."""
+        """Snapshots of the other servers."""
         return [
             msgspec.msgpack.decode(path.read_bytes(), type=Snapshot)
             for path in sorted(self._folder.glob("*.msgpack"))

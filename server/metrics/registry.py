@@ -37,10 +37,10 @@ _encode_open: Callable[..., bytes] = openmetrics.generate_latest
 
 
 class Metrics:
-    """Counts requests, and writes the page over all API servers.
+    """Counts requests and renders the metrics page of all API servers.
 
-    With a `shared_folder`, each of several API servers writes its counts to it by `publish`, which
-    must be called now and then, and any of them answers for all. Used on one thread.
+    If `shared_folder` is set, `publish` writes the counts of this API server to the folder and must
+    be called periodically; every API server renders the sum. Used on a single thread.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Metrics:
         index: int = 0,
         restart: int = 0,
     ) -> None:
-        """`index` is that of this API server, `restart` counts those that had it before."""
+        """`index`: index of this API server; `restart`: number of earlier servers with `index`."""
         self._model_name = model_name
         self._is_first = index == 0
         self._shared = None
@@ -62,10 +62,10 @@ class Metrics:
         self._engines = EngineCollector(client, model_name)
         engines = range(len(client.engines))
         self.requests = [RequestMetrics(self._registry, model_name, engine) for engine in engines]
-        """By the engine that has the request."""
+        """Request metrics by engine."""
         self._add_counters(engines)
         self._add_restarts(engines)
-        # Summed over all: each that took the place of another counts itself.
+        # Summed over all API servers: each replacement counts itself.
         self._registry.counter(
             "gaudiserve:api_server_restarts",
             "API servers that took the place of one that died.",
@@ -143,26 +143,26 @@ class Metrics:
         self._pauses = [pauses.labels(self._model_name, str(engine)) for engine in engines]
 
     def engine_lost(self, engine: int, *, has_poison: bool) -> None:
-        """An engine has died; with `has_poison` a sequence was ended since engines died over it."""
+        """Record the crash of an engine; with `has_poison`, count a failed poison request."""
         self._poison[engine].inc(has_poison)
 
     def requests_resumed(self, engine: int, count: int) -> None:
-        """Count sequences that go on; `engine` is the one that died."""
+        """Count resumed sequences of the crashed `engine`."""
         self._resumed[engine].inc(count)
 
     def engine_restored(self, engine: int, seconds: float) -> None:
-        """Count a restart. All API servers see each of them, the first one counts it."""
+        """Count an engine restart. All API servers see it; only the first API server counts it."""
         if self._is_first:
             self._restarts[engine].inc()
             self._pauses[engine].observe(seconds)
 
     def add_sizes(self, max_model_len: int) -> None:
-        """Add the histograms whose buckets end at the context length, once that is known."""
+        """Add the histograms whose buckets end at the context length, once the length is known."""
         for requests in self.requests:
             requests.add_sizes(max_model_len)
 
     def observe_stats(self, engine: int, stats: EngineStats) -> None:
-        """Take the samples of an engine's stats message; call once for each message."""
+        """Take the samples of an engine's stats message; call it once per message."""
         self._engines.observe(engine, stats)
 
     def request_routed(self, engine: int, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The metrics of the requests of one engine, counted by an API server."""
+"""Metrics of the requests of an engine, counted by an API server."""
 
 from collections.abc import Sequence
 
