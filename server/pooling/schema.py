@@ -84,7 +84,7 @@ class PoolingBody(Body):
 
     @property
     def normalizes(self) -> bool | None:
-        """Whether the result is normalized; None: as the model has it."""
+        """Whether the result is normalized; None: the default of the model."""
         return self.normalize if self.use_activation is None else self.use_activation
 
 
@@ -113,11 +113,11 @@ class _Prompts(Body):
 
     @property
     def is_big(self) -> bool:
-        """Whether there are so many token ids that checking them takes over a millisecond."""
+        """Whether checking the token ids would take over a millisecond."""
         return sum(numbers_of_ids(self.input)) > MANY_IDS
 
     def inputs(self) -> Texts | TokenLists:
-        """The inputs, all texts or all token ids. Raises UserError."""
+        """Inputs as a list, all texts or all token ids. Raises UserError."""
         inputs = given_prompts(self.input, "input", MAX_INPUTS)
         for index, item in enumerate(inputs):
             if item == "":
@@ -127,7 +127,7 @@ class _Prompts(Body):
 
 
 class _Conversation(ChatPromptBody):
-    """Messages, which the chat template renders as one text."""
+    """Messages that the chat template renders as a single text."""
 
     unsupported: ClassVar[Unsupported] = {**UNSUPPORTED, "prompt_name": ()}
 
