@@ -23,7 +23,7 @@ _NO_LEADING_WHITESPACE = ("json", "json_object")
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """Grammar and parsers of one request."""
+    """Grammar and output parsers of a request."""
 
     param: str
     """The request field that sets the grammar, for errors."""

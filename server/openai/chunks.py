@@ -65,7 +65,7 @@ class ChatChunks(_Chunks):
         return begin + self._choice_chunk(delta, {"content": ""}) if has_tokens else begin
 
     def _parsed(self, delta: Delta) -> bytes:
-        """A chunk for each event of `delta`, and one for the end."""
+        """Chunks of the parsed events of `delta`, and a chunk for the end of the choice."""
         payloads = chat_deltas(self._job.events(delta), shows_reasoning=self._shows_reasoning)
         finish_reason = None if delta.finish_reason is None else self._job.finish_reason(delta)
         if finish_reason is not None:
@@ -73,7 +73,7 @@ class ChatChunks(_Chunks):
         elif not payloads and (delta.logprobs or self._has_ids):
             payloads.append({"content": ""})
         frames = []
-        # Tokens and the end of the choice are told once.
+        # Only the first chunk has the tokens, and only the last chunk has the finish reason.
         rest = delta
         if finish_reason is not None:
             rest = Delta(delta.index, token_ids=delta.token_ids, logprobs=delta.logprobs)
@@ -130,7 +130,7 @@ class ChatChunks(_Chunks):
 
 
 class CompletionChunks(_Chunks):
-    """Chunks of /v1/completions. With echo, the first chunk of a choice has the prompt."""
+    """Chunks of /v1/completions. If echo is set, the first chunk of a choice has the prompt."""
 
     def __init__(self, job: Job, prompt_texts: list[str] | None, hidden: frozenset[int]) -> None:
         """`prompt_texts`: set with echo. `hidden`: token ids without text."""

@@ -84,8 +84,8 @@ async def resolve_request(
 
 
 def previous_number(body: ResponseBody) -> str:
-    """The number of the response that `body` continues, or of one whose items it references (a
-    conversation is stored in one process); empty if there is none."""
+    """Number of the response that `body` continues, or of a response whose items `body` references:
+    the process that stores the conversation has this number. Empty for a new conversation."""
     if body.previous_response_id is not None:
         return body.previous_response_id.removeprefix(ID_PREFIX)
     items = body.input if isinstance(body.input, list) else ()

@@ -34,9 +34,9 @@ from server.serving.state import AppState
 
 ROUTE = "/v1/responses"
 MAX_ITEMS = 100
-"""Of one page of input items."""
+"""Maximum items of a page of input items."""
 BYTES_PER_VALUE = 16
-"""Stored JSON has a value in this many bytes: most of it is text."""
+"""Assumed bytes per JSON value of stored responses, which are mostly text."""
 
 
 def response_routes(state: AppState) -> APIRouter:
@@ -83,7 +83,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         try:
             writer = await asyncio.to_thread(make_writer) if is_long else make_writer()
         except BaseException:
-            # Also when the client is gone meanwhile.
+            # This includes the cancellation when the client disconnects.
             job.close()
             raise
         if body.background:

@@ -15,9 +15,9 @@ from server.http.json_encoder import encode_json
 from server.openai.responses.items import Item
 
 CONTINUABLE = ("completed", "incomplete")
-"""Final statuses of a response that another one can continue."""
+"""Final statuses of responses that a later response can continue."""
 MIN_EXPIRY_INTERVAL_S = 1.0
-"""Between two checks for expired responses."""
+"""Minimum seconds between two checks for expired responses."""
 _SHOWN = 80
 
 
@@ -26,10 +26,10 @@ class _Identified(msgspec.Struct):
 
 
 class ItemHistory:
-    """Items of one request or response as JSON, linked to the previous ones; reference counted.
+    """Items of a request or response as JSON, linked to the previous history; reference counted.
 
-    It lives as long as a stored response leads to it, so a conversation can continue after its
-    first responses were evicted.
+    A history lives as long as a stored response refers to it, directly or through later histories,
+    so a conversation can continue after its first responses are evicted.
     """
 
     def __init__(self, data: bytes, before: "ItemHistory | None") -> None:
@@ -69,7 +69,7 @@ class ItemHistory:
         return [item for history in reversed(histories) for item in decode_json(history.data)]
 
     def find(self, ids: Collection[str]) -> dict[str, msgspec.Raw]:
-        """The items with `ids` as JSON, without those of previous histories."""
+        """JSON items of this history with `ids`. Previous histories are not searched."""
         found = {}
         for item in msgspec.json.decode(self.data, type=list[msgspec.Raw]):
             item_id = msgspec.json.decode(item, type=_Identified).id
@@ -152,7 +152,7 @@ class StoredResponse:
 
 class ResponseStore:
     """Responses by id. Running responses count towards the bounds and are never evicted; if they
-    fill the store, no new one is accepted."""
+    fill the store, new responses are refused."""
 
     def __init__(
         self,

@@ -201,7 +201,8 @@ class ChatBody(ChatPromptBody, GenerationBody):
 
     @property
     def constraint(self) -> tuple[str, GrammarSpec] | None:
-        """As in GenerationBody; for tool_choice required or named, the grammar of the calls."""
+        """Field and grammar that constrain the output. If tool_choice is required or names a tool,
+        the grammar of the tool calls."""
         if self.visible_tools is not None:
             parallel = self.parallel_tool_calls is not False
             forced = forced_schema(self.visible_tools, self.tool_choice, is_parallel=parallel)
@@ -317,8 +318,8 @@ def part_text(
     taken: Sequence[str],
     param: str = "messages",
 ) -> tuple[str, str]:
-    """Type and text of a content part. Raises UserError for one that is no text; `taken`: the types
-    that the model takes there, for the error."""
+    """Type and text of a content part. Raises UserError for a part without text. `taken`: part
+    types that are accepted at `where`, for the error."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise UserError(f"{where} must be an object with a type, such as {taken[0]!r}", param=param)

@@ -89,12 +89,12 @@ class CompletionBody(GenerationBody):
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> Texts | TokenLists:
-        """The prompts, one or many, all of one kind. Raises UserError."""
+        """Prompts as a list, all texts or all token ids. Raises UserError."""
         return given_prompts(self.prompt, "prompt", MAX_PROMPTS)
 
 
 def numbers_of_ids(given: Any) -> list[int]:
-    """Lengths of the lists of token ids; nothing is checked."""
+    """Lengths of the lists of token ids, without checks."""
     if not isinstance(given, list) or not given:
         return []
     if _is_id(given[0]):
@@ -103,7 +103,7 @@ def numbers_of_ids(given: Any) -> list[int]:
 
 
 def given_prompts(given: Any, name: str, most: int) -> Texts | TokenLists:
-    """The entries of field `name`, all of one kind. Raises UserError."""
+    """Entries of field `name` as a list, all texts or all token ids. Raises UserError."""
     if isinstance(given, str):
         return [given]
     if not isinstance(given, list):

@@ -33,11 +33,11 @@ R = TypeVar("R")
 MAX_SALT_CHARACTERS = 128
 MAX_REQUEST_ID_CHARACTERS = 512
 INLINE_IDS = 5_000
-"""Token ids of fields that are converted on the event loop: a millisecond."""
+"""Maximum token ids converted on the event loop, about a millisecond."""
 INLINE_WEIGHT = 2_000
-"""Weight (see `weighs_more`) of the fields with schemas that are converted on the event loop."""
+"""Maximum weight (see `weighs_more`) of fields with schemas converted on the event loop."""
 MAX_STOP_CHARACTERS = 1_024
-"""Of one stop string: each token's text is compared with every prefix of it."""
+"""Maximum length of a stop string: the text of each token is compared with all its prefixes."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters that a model's generation_config may set."""
 

@@ -1,5 +1,5 @@
-"""The fields that constrain an output, of which one may be set: response_format,
-structured_outputs, and the names that other servers use."""
+"""Fields that constrain the output: response_format, structured_outputs, and the names that other
+servers use. At most a single field may be set."""
 
 import json
 from collections.abc import Mapping
