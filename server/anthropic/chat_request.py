@@ -11,12 +11,12 @@ from server.openai.schema.chat import ChatBody, Message
 from server.text.hidden_reasoning import hidden_reasoning
 
 _SEPARATOR = "\n"
-"""Separates consecutive messages of one role, which are joined."""
+"""Separator when consecutive messages of the same role are joined."""
 _ROLES = ("user", "assistant", "system")
 _BILLING_HEADER = "x-anthropic-billing-header:"
 """The start of a line of system text."""
 Part = dict[str, Any]
-"""Of the content of a chat message."""
+"""Content part of a chat message."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -101,7 +101,7 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
 
 
 class _MessageBuilder:
-    """Builds chat messages; consecutive messages of one role are joined."""
+    """Builds chat messages; consecutive messages of the same role are joined."""
 
     def __init__(self, takes_images: bool) -> None:
         self._taken = ("text", "image") if takes_images else ("text",)

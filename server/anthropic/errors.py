@@ -1,4 +1,4 @@
-"""Errors as clients of the Messages API read them. Knows of routes only which are theirs."""
+"""Error bodies of the Messages API, and which routes use them."""
 
 from typing import Any
 
