@@ -71,11 +71,11 @@ MakePrompt = Callable[[], Coroutine[Any, Any, Prompt]]
 
 
 class LLM:
-    """A model for use from Python: `LLM(model="...").generate(["Hello"])`.
+    """Offline inference: `LLM(model="...").generate(["Hello"])`.
 
-    Any engine or server flag is a keyword (`max_model_len=2048`); an unknown one is a ConfigError
-    that names the nearest. Use it in a `with` block, or call `close`: then, and at interpreter
-    exit, all threads are stopped. Not thread-safe: one call at a time.
+    Any engine or server flag is a keyword (`max_model_len=2048`); an unknown keyword raises a
+    ConfigError that names the nearest flag. Use LLM in a `with` block, or call `close`: then, and
+    at interpreter exit, all threads are stopped. Not thread-safe: make a single call at a time.
     """
 
     def __init__(self, model: str, **flags: Any) -> None:
@@ -154,11 +154,12 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt; results come in the prompts' order.
+        """Complete each prompt; results come in the order of the prompts.
 
-        One SamplingParams for all or one for each; None takes the model's own defaults. The same
-        for `lora_request`, where None is the base model. Raises
-        UserError when an input is wrong, PromptTooLong when one does not fit.
+        `sampling_params`: for all prompts, or a list with an entry per prompt; None: defaults of
+        the model. `lora_request`: for all prompts, or a list with an entry per prompt; None: the
+        base model. Raises UserError for an invalid input, PromptTooLong for a prompt that does not
+        fit.
         """
         inputs = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
         params = self._params(sampling_params, len(inputs))
@@ -327,8 +328,8 @@ class LLM:
         use_tqdm: bool = True,
         pooling_params: PoolingParams | None = None,
     ) -> list[ScoringRequestOutput]:
-        """The score of each pair of texts: one text with each of many, or one by one. See
-        `encode`."""
+        """Score pairs of texts: `data_1` has a single text for all of `data_2`, or as many texts as
+        `data_2`. See `encode`."""
         pairs = TextPairs(
             [data_1] if isinstance(data_1, str) else list(data_1),
             [data_2] if isinstance(data_2, str) else list(data_2),
@@ -543,9 +544,10 @@ def _shut_down(
     tokenizer: Tokenizer | None,
     images: ImageInputs | None,
 ) -> None:
-    """Stop everything that an `LLM` started. Holds no reference to it: called by its finalizer."""
+    """Stop everything that an `LLM` started. The finalizer of the LLM calls this function, so it
+    must hold no reference to the LLM."""
     if background.is_current_thread:
-        # The garbage collector may run on any thread; this one cannot wait for itself.
+        # The garbage collector may run on any thread; the background thread cannot join itself.
         arguments = (background, client, template, tokenizer, images)
         threading.Thread(target=_shut_down, args=arguments).start()
         return

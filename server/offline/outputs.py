@@ -132,15 +132,15 @@ class PoolingRequestOutput(Generic[OutputData]):
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """Of `LLM.embed`."""
+    """Output of `LLM.embed`."""
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """Of `LLM.classify`."""
+    """Output of `LLM.classify`."""
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """Of `LLM.score`."""
+    """Output of `LLM.score`."""
 
 
 def beam_output(prompt: Prompt, beams: list[Beam], tokenizer: Tokenizer | None) -> BeamSearchOutput:
@@ -196,7 +196,7 @@ def _completion(index: int, output: Output) -> CompletionOutput:
 def _by_id(position: PositionLogprobs) -> dict[int, Logprob]:
     entries = (position.chosen, *position.top)
     return {
-        # Reversed: the chosen token comes first, and its rank replaces that of its second entry.
+        # Reversed: the entry of the chosen token comes last and wins over its entry in `top`.
         entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)
         for entry in reversed(entries)
     }
