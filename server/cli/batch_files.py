@@ -19,25 +19,25 @@ from server.cli.http_client import Answer
 
 PREFIX = "batch_req_"
 _BEGINNING = f'{{"id":"{PREFIX}'.encode()
-"""The first bytes of an answer."""
+"""First bytes of an answer line."""
 POOLING_PATHS = ("/score", "/rerank", "/v2/rerank", "/classify", "/pooling")
-"""Paths outside of /v1/ that answer a body."""
+"""Paths outside of /v1/ that a batch may use."""
 MAX_LINE_BYTES = 64 * 2**20
-"""As --max-body-bytes."""
+"""Maximum length of an input line, the default of --max-body-bytes."""
 
 
 class BatchLine(NamedTuple):
     """A request."""
 
     number: int
-    """In the file, from 1 on."""
+    """Line number in the file, from 1."""
     custom_id: str
     url: str
     body: dict[str, Any]
 
 
 class InvalidLine(NamedTuple):
-    """A line that is no request, or the second one with its custom_id."""
+    """A line that is no request, or that repeats a custom_id."""
 
     number: int
     custom_id: str | None
@@ -106,14 +106,14 @@ def _is_path(url: str) -> bool:
 
 
 class BatchOutput:
-    """The output, open for more lines; one process at a time."""
+    """Output file of a batch, open for appending and locked against other processes."""
 
     def __init__(self, path: Path) -> None:
-        """Reads what is there. A line that a killed process has left half-written is removed.
-        Raises ConfigError for a file that is something else, or in use."""
+        """Reads existing answers and removes a half-written last line of a killed process. Raises
+        ConfigError for a file that is no batch output or is in use."""
         self._path = path
         self._answered: dict[int, str | None] = {}
-        """Number of the line -> its custom_id."""
+        """custom_id of each answered line, by line number."""
         self.num_errors = 0
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ConfigError(f"{path}: it is no regular file, which a batch could go on with")
@@ -135,7 +135,7 @@ class BatchOutput:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # What a full disk did not take fails again; the error was raised before.
+        # On a full disk the flush fails again; the error was raised before.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -144,7 +144,7 @@ class BatchOutput:
         return len(self._answered)
 
     def has(self, line: BatchLine | InvalidLine) -> bool:
-        """Whether it has an answer. Raises ConfigError if that is another line's."""
+        """Whether `line` has an answer. Raises ConfigError if the answer has another custom_id."""
         if line.number not in self._answered:
             return False
         answered = self._answered[line.number]
@@ -156,7 +156,7 @@ class BatchOutput:
         return True
 
     def write(self, line: BatchLine, answer: Answer) -> None:
-        """What the server has answered, of any status."""
+        """Append the server's answer, with any status."""
         try:
             body = msgspec.json.decode(answer.content)
         except msgspec.DecodeError:

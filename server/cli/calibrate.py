@@ -169,7 +169,7 @@ def _model(args: argparse.Namespace, config: Path) -> LLM:
         "kv_cache_dtype": args.kv_cache_dtype,
         "tensor_parallel_size": args.tensor_parallel_size,
         "distributed_executor_backend": "mp",
-        # Neither warm-up nor graphs: their launches would be measured.
+        # No warm-up and no graphs: their launches would be measured.
         "warmup": "skip",
         "enforce_eager": True,
     }
@@ -179,8 +179,8 @@ def _model(args: argparse.Namespace, config: Path) -> LLM:
 
 
 def _answer(llm: LLM, samples: list[Sample], max_tokens: int) -> None:
-    """With a progress bar."""
-    # As the checkpoint would end them, few tokens of an answer might be measured.
+    """Generate an answer for each sample, with a progress bar."""
+    # ignore_eos: an early end of sequence would leave few tokens to measure.
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     texts = [sample for sample in samples if isinstance(sample, str)]
     conversations = [sample for sample in samples if not isinstance(sample, str)]
@@ -192,7 +192,7 @@ def _answer(llm: LLM, samples: list[Sample], max_tokens: int) -> None:
 
 @contextlib.contextmanager
 def _failures(output: str) -> Iterator[None]:
-    """One sentence and exit code 1 for whatever the files or the card cannot do."""
+    """Turn errors of files and devices into CheckpointError: a single sentence and exit code 1."""
     try:
         yield
     except CheckpointError:

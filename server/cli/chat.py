@@ -33,7 +33,7 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 def chat_parser() -> Parser:
-    """The flags of a server, and those of the conversation."""
+    """Parser with the flags of `serve` and the flags of the conversation."""
     parser = command_parser("gaudiserve chat", DESCRIPTION)
     add = parser.add_argument_group("Chat").add_argument
     add(

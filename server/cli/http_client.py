@@ -49,11 +49,11 @@ class _ResponseHead:
 
 
 class Answer(NamedTuple):
-    """Of any status."""
+    """Response with any status."""
 
     status: int
     fields: Mapping[str, str]
-    """The headers; names in lower case."""
+    """Headers; names in lower case."""
     content: bytes
 
 
@@ -62,7 +62,7 @@ class MissingDone(HttpFailure):
 
 
 class HttpClient:
-    """One server at `base_url`. Idle connections are reused."""
+    """HTTP client of the server at `base_url`. Reuses idle connections."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class HttpClient:
         api_key: str | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`base_url`: of HTTP or HTTPS, or unix: and a path."""
+        """`base_url`: an HTTP or HTTPS URL, or unix: and the path of a socket."""
         self._socket_path: str | None = None
         if base_url.startswith(UNIX):
             self._socket_path, base_url = base_url.removeprefix(UNIX), "http://localhost"

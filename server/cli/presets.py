@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def presets_parser() -> Parser:
-    """The flags of the command, in addition to those of `serve`."""
+    """Parser with the flags of the command and the flags of `serve`."""
     parser = command_parser(
         "gaudiserve presets",
         "Print settings for a model on Gaudi cards as YAML for --config. Needs no card.",

@@ -24,9 +24,9 @@ class Target(NamedTuple):
     """A value of --to."""
 
     scheme: str
-    """As compressed-tensors names it."""
+    """Name of the scheme in compressed-tensors."""
     modifier: str
-    """llmcompressor's class."""
+    """Class of the modifier in llmcompressor."""
     has_groups: bool
     text: str
     keeps_activations: bool = False
@@ -199,7 +199,7 @@ def _check_options(options: Any, target: Target) -> None:
 
 
 def _in_own_process(module: str, function: str, *arguments: Any, **named: Any) -> Any:
-    """Its memory is free afterwards, and what it imports is not loaded here."""
+    """Call `function` in a new process, so that its memory is freed and its imports stay there."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_call, module, function, *arguments, **named).result()
 
@@ -209,13 +209,13 @@ def _call(module: str, function: str, *arguments: Any, **named: Any) -> Any:
 
 
 def predictions(folder: str, text: str) -> Reading:
-    """Of the model in `folder` for `text`, in bfloat16."""
+    """Predictions of the model in `folder` for `text`, in bfloat16."""
     with LLM(folder, dtype="bfloat16", max_model_len=WINDOW + 1) as llm:
         return read(llm, text)
 
 
 def table(kind: str, source: str, output: str, before: Reading, after: Reading) -> str:
-    """Both models' size and perplexity."""
+    """Table with size and perplexity of both models."""
     rows = [("", "GB", "perplexity", "ratio", "same likeliest token")]
     for name, folder, reading in (("before", source, before), (kind, output, after)):
         size = sum(file.stat().st_size for file in weight_files(Path(folder)))

@@ -33,7 +33,7 @@ BUSY = 503
 
 
 def batch_parser() -> Parser:
-    """The flags of a server, and those of the batch."""
+    """Parser with the flags of `serve` and the flags of the batch."""
     parser = command_parser("gaudiserve run-batch", DESCRIPTION)
     group = parser.add_argument_group("Batch")
     add = group.add_argument

@@ -42,7 +42,7 @@ _DECODER = msgspec.json.Decoder(_Chunk)
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of one request. Times are seconds of the client's monotonic clock."""
+    """Outcome of a request. Times are seconds of the client's monotonic clock."""
 
     started: float
     ended: float = 0.0

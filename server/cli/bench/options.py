@@ -200,7 +200,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _choose(options: argparse.Namespace) -> None:
-    """The address, the endpoint and the lengths, of which each has several flags."""
+    """Resolve the options that several flags can set: address, endpoint and lengths."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     options.base_url = options.base_url or f"http://{host}:{options.port}"
     endpoint = BACKENDS[options.backend]

@@ -1,6 +1,6 @@
-"""The workload: prompts, output lengths and arrival times, reproducible from one seed.
+"""Workload: prompts, output lengths and arrival times, reproducible from a seed.
 
-Text prompts reach their token counts by counting with the server's tokenizer.
+Text prompts are adjusted to their token counts with the server's tokenizer.
 """
 
 import random
