@@ -37,7 +37,7 @@ Header = tuple[bytes, bytes]
 
 
 class WithoutPrefix:
-    """Removes a prefix from the path of each request that has it: some proxies do so, others leave
+    """Removes the root path prefix from request paths: some proxies strip the prefix, others keep
     it."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
@@ -202,7 +202,7 @@ def _request_id(client_id: str) -> str:
 
 
 def _with_common_headers(record: RequestRecord, headers: Iterable[Header]) -> list[Header]:
-    """`headers` with those that all responses have. Names are in lower case."""
+    """`headers` with the headers of every response added. Names are in lower case."""
     common = {b"x-request-id": record.id.encode()}
     if is_messages(record.path):
         common[b"request-id"] = common[b"x-request-id"]
