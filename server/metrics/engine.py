@@ -1,6 +1,6 @@
 """Metrics of the engines, from their latest stats.
 
-All API servers receive the same stats, so each can report them alone and nothing is counted twice.
+All API servers receive the same stats, so each API server reports the engines without summing.
 """
 
 import time
@@ -110,8 +110,8 @@ class _EngineMetrics:
             self._observe_compilations(stage, stats)
 
     def _observe_compilations(self, stage: str, stats: EngineStats) -> None:
-        """Observe compilations since the last stats. Only the sum of their times is known: several
-        at once, as in warm-up, count as equally long."""
+        """Observe compilations since the last stats. The stats have only the sum of their times:
+        several compilations, as in the warm-up, count as equally long."""
         count = sum(stats.compilations.get(f"{phase}.{stage}", 0) for phase in PHASES)
         seconds = stats.compile_seconds.get(stage, 0.0)
         before, seconds_before = self._compiled[stage]
@@ -167,7 +167,7 @@ class _EngineMetrics:
         values: Mapping[Labels, float],
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
     ) -> Metric:
-        """A gauge for each of `values`, which are by the values of `label_names`."""
+        """Gauges with `values` by label values; `label_names` are their labels."""
         family = kind(name, text, labels=[*LABELS, *label_names])
         for labels, value in values.items():
             family.add_metric([*self._values, *labels], value)
@@ -186,7 +186,7 @@ class _EngineMetrics:
         yield self._gauge(
             "vllm:num_requests_waiting", "Sequences in the waiting queue.", stats.waiting
         )
-        # A stuck engine sends no stats: its requests go on waiting.
+        # A stuck engine sends no stats, and its requests keep waiting.
         silent_s = time.monotonic() - self._stats_s if stats.waiting else 0.0
         yield self._gauge(
             "gaudiserve:oldest_waiting_seconds",
@@ -356,14 +356,14 @@ class _EngineMetrics:
         yield self._counters(
             "hpu_padding_tokens", "Tokens computed as padding.", ("phase",), padding
         )
-        # The ratio of two counters, for dashboards that cannot divide.
+        # Ratio of two counters, for dashboards that cannot divide.
         yield self._gauges(
             "hpu_padding_ratio",
             "Share of the computed tokens that were padding, since the start.",
             ("phase",),
             {phase: padding[phase] / max(1, padding[phase] + useful[phase]) for phase in phases},
         )
-        # Counters of the device runtime; zero without one.
+        # Counters of the device runtime; zero without a device runtime.
         yield self._counters(
             "hpu_recompilations",
             "Compilations after warm-up that the device's runtime counted.",

@@ -1,6 +1,6 @@
-"""The metrics of an API server, and the /metrics page.
+"""Metrics of an API server, and the /metrics page.
 
-Names are vLLM's: gateways, routers and dashboards have them built in.
+Names are the same as in vLLM: gateways, routers and dashboards expect them.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from server.metrics.engine import EngineCollector
 from server.metrics.requests import LABELS, RequestMetrics
 
 ENGINE = "0"
-"""The label of what is counted before an engine is chosen."""
+"""Engine label of counts before an engine is chosen."""
 REJECTIONS = ("queue_full", "not_ready", "max_ttft")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
@@ -180,11 +180,11 @@ class Metrics:
         self._image_seconds.observe(seconds)
 
     def rejected(self, reason: str) -> None:
-        """Count a 503 response: one of REJECTIONS."""
+        """Count a 503 response; `reason` is in REJECTIONS."""
         self._rejections[reason].inc()
 
     def peer_rejected(self) -> None:
-        """Count a connection to an internal socket that did not present the launcher's token."""
+        """Count a connection to an internal socket without the launcher's token."""
         self._rejected_peers.inc()
 
     def http_answered(self, route: str, method: str, status: int, seconds: float) -> None:
@@ -199,13 +199,13 @@ class Metrics:
         duration.observe(seconds)
 
     def publish(self) -> None:
-        """Let the other API servers, if any, see the present counts. Raises OSError."""
+        """Publish the current counts to the other API servers, if any. Raises OSError."""
         if self._shared is not None:
             self._shared.publish(self._registry.snapshot())
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """The text of /metrics and its content type, in the format that `accept` prefers."""
-        # Another server that is scraped next then reports at least these counts.
+        """Text of /metrics and its content type, in the format that `accept` prefers."""
+        # Publish first: another server that is scraped next then reports at least these counts.
         with contextlib.suppress(OSError):
             self.publish()
         version = openmetrics_version(accept)
@@ -216,7 +216,7 @@ class Metrics:
         return body, f"{OPENMETRICS}; version={version}; charset=utf-8"
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, for prometheus_client's encoders."""
+        """All metrics, for the encoders of prometheus_client."""
         yield from self._registry.collect(() if self._shared is None else self._shared.others())
         yield from self._engines.collect()
 
