@@ -16,7 +16,7 @@ from server.generation.outputs import Delta, Timing
 from server.generation.pipeline import check_finish
 
 Vectors = npt.NDArray[np.float32]
-"""(rows, width) float32: one row per input, or one per token."""
+"""float32 (rows, width): a row per input, or a row per token."""
 
 MAX_CONCURRENT_INPUTS = 256
 """Maximum inputs of a request in the engine at a time: enough to keep the engine busy without
@@ -111,7 +111,7 @@ class PoolingStream:
         try:
             while (update := await queue.get()).finish is None:
                 self._apply(index, update)
-            # Aborted while it waited.
+            # The request was aborted while waiting for output.
             if not self._queues:
                 raise StopAsyncIteration
             self._queues.popleft()
@@ -133,8 +133,9 @@ class PoolingStream:
             self._client.abort([queue.key for _, queue in queues])
 
     def _send(self) -> None:
-        """Send inputs up to `max_concurrent`. If the engine's queue is full, wait until inputs of
-        this request that are in it finish; fail only if there are none."""
+        """Send inputs up to `max_concurrent`. If the engine's queue is full, send the rest after
+        earlier inputs of this request finish; raises Overloaded only if no input of this request is
+        in the engine."""
         while self._unsent and len(self._queues) < self._max_concurrent:
             index, item = self._unsent[0]
             request = AddRequest(

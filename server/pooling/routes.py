@@ -1,5 +1,5 @@
-"""POST /v1/embeddings, /pooling, /classify, /score and /rerank: what a pooling model makes of
-texts, token ids, a conversation, or pairs of texts."""
+"""POST /v1/embeddings, /pooling, /classify, /score and /rerank, for texts, token ids, conversations
+and pairs of texts."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""Scores of pairs of texts, by a cross-encoder or by the similarity of two embeddings."""
+"""Scores of text pairs, by a cross-encoder or by the similarity of two embeddings."""
 
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +11,7 @@ from server.pooling.pipeline import PoolingInput, Vectors
 from server.text.pooling_inputs import Text
 
 MAX_REPEATED_CHARACTERS = 2**24
-"""Characters of a first text times its pairs: about a second of tokenization."""
+"""Maximum characters of a first text times its pairs: about a second of tokenization."""
 MIN_NORM_PRODUCT = 1e-8
 """Lower bound of the product of norms: the similarity to a vector of zeros is 0."""
 
@@ -79,7 +79,8 @@ async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[Pooli
 
 
 def check_repeats(text: str, num_pairs: int, names: tuple[str, str]) -> None:
-    """Raise UserError if `text`, which is encoded again for each pair, has too many characters."""
+    """Raise UserError if `text`, which is tokenized again for each pair, has too many characters in
+    total."""
     first, second = names
     total = len(text) * num_pairs
     if total > MAX_REPEATED_CHARACTERS:
