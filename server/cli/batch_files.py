@@ -27,7 +27,7 @@ MAX_LINE_BYTES = 64 * 2**20
 
 
 class BatchLine(NamedTuple):
-    """A request."""
+    """Request of an input line."""
 
     number: int
     """Line number in the file, from 1."""
@@ -45,7 +45,7 @@ class InvalidLine(NamedTuple):
 
 
 def read_lines(path: Path) -> Iterator[BatchLine | InvalidLine]:
-    """The lines of the input that are not empty. Raises ConfigError if it cannot be read."""
+    """The non-empty lines of the input. Raises ConfigError if the file cannot be read."""
     seen: set[str] = set()
     try:
         with path.open("rb") as file:
@@ -173,7 +173,7 @@ class BatchOutput:
         self.num_errors += answer.status != 200
 
     def write_error(self, line: InvalidLine) -> None:
-        """A line that was not sent."""
+        """Append the error of a line that was not sent."""
         message = f"line {line.number}: {line.error}"
         self._append(line, None, {"code": "invalid_line", "message": message})
         self.num_errors += 1
@@ -204,7 +204,7 @@ class BatchOutput:
         end = 0
         for raw in self._file:
             if not raw.endswith(b"\n"):
-                # A user's file may lack the last line break too: it is never cut.
+                # A user's file may also lack the last line break: it is never cut.
                 if raw[: len(_BEGINNING)] != _BEGINNING[: len(raw)]:
                     raise _no_answer(self._path, raw)
                 break
@@ -226,9 +226,9 @@ class BatchOutput:
 
 
 def _number_of(answer_id: str) -> int:
-    """The number of the line in the id of its answer. Raises ValueError and AttributeError."""
+    """Line number in the id of an answer. Raises ValueError and AttributeError."""
     digits = answer_id.removeprefix(PREFIX)
-    # int() takes "7 ", "+7", "007", "1_0" and digits of other scripts too.
+    # int() also accepts "7 ", "+7", "007", "1_0" and digits of other scripts.
     if not digits.isdecimal() or answer_id != f"{PREFIX}{int(digits)}":
         raise ValueError(f"the id is {answer_id[:80]!r}, it must be {PREFIX} and a number")
     return int(digits)

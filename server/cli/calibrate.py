@@ -22,7 +22,7 @@ from server.offline.llm import LLM
 DEFAULT_SAMPLES = 512
 DEFAULT_ANSWER = 32
 CHECKED_SAMPLES = 4
-"""Prompts that the quantized model answers."""
+"""Number of prompts that the quantized model answers as a check."""
 
 DESCRIPTION = """\
 Prepare a model for FP8 on Gaudi with Intel Neural Compressor (pip install neural-compressor-pt).
@@ -116,8 +116,8 @@ def calibrate_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Measure, repair, unify, quantize; the last line says how to serve. Raises CheckpointError for
-    what does not work, ConfigError for wrong flags."""
+    """Measure, repair, unify and quantize; the last output line says how to serve. Raises
+    CheckpointError if a step fails, ConfigError for invalid flags."""
     args = calibrate_parser().parse_all(argv)
     log.setup("calibrate", log.LogConfig("error"))
     with _failures(args.output):
@@ -160,8 +160,8 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace, config: Path) -> LLM:
-    """With one worker process for each rank: the compressor keeps what it measures in its module,
-    and the vendor's runtime takes one card of a process."""
+    """Load the model with a worker process per rank: INC keeps its measures in module globals, and
+    the Gaudi runtime uses a single card per process."""
     flags: dict[str, Any] = {
         "device": args.device,
         "quantization": INC,

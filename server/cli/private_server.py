@@ -1,4 +1,4 @@
-"""A server that only one command uses: on a Unix socket, in a process that ends with it."""
+"""Server for a single command: on a Unix socket, in a process that ends with the command."""
 
 import asyncio
 import dataclasses

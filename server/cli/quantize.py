@@ -1,5 +1,5 @@
-"""`gaudiserve quantize`: a checkpoint with quantized weights, made by llmcompressor, which vLLM and
-transformers read too."""
+"""`gaudiserve quantize`: quantize the weights of a checkpoint with llmcompressor, in a format that
+vLLM and transformers also read."""
 
 import importlib
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +21,7 @@ LIBRARY = "llmcompressor"
 
 
 class Target(NamedTuple):
-    """A value of --to."""
+    """Quantization scheme, a value of --to."""
 
     scheme: str
     """Name of the scheme in compressed-tensors."""
@@ -30,17 +30,17 @@ class Target(NamedTuple):
     has_groups: bool
     text: str
     keeps_activations: bool = False
-    """Whether the scheme's activations are not to be quantized."""
+    """Whether activations stay unquantized although the scheme quantizes them."""
 
     calibrated: str | None = None
-    """llmcompressor's class for samples where it does not need them."""
+    """Modifier class if samples are given, for a scheme whose `modifier` needs no samples."""
 
     keeps_last_layer: bool = False
-    """Whether the last decoder layer stays as it is unless --all-layers is given."""
+    """Whether the last decoder layer stays unquantized unless --all-layers is given."""
 
     @property
     def needs_data(self) -> bool:
-        """Whether the weights depend on what the layers get as inputs."""
+        """Whether quantized weights depend on the inputs of the layers."""
         return self.modifier != PLAIN
 
     def modifier_of(self, *, has_data: bool) -> str:
@@ -74,7 +74,7 @@ TARGETS = {
 
 
 def quantize_parser() -> Parser:
-    """The flags of the command."""
+    """Parser with the flags of the command."""
     parser = Parser(
         prog="gaudiserve quantize",
         description="Write a checkpoint with quantized weights, in the format compressed-tensors, "

@@ -1,4 +1,4 @@
-"""Starts a server that is configured: names, checkpoint, engines and API servers."""
+"""Start a configured server: names, checkpoint, engines and API servers."""
 
 import dataclasses
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Entry point of the process of a PrivateServer."""
-    # Ctrl-C in the command's terminal is for the command alone.
+    # Ctrl-C in the terminal is handled by the command, not by this process.
     os.setsid()
     args = read_orders(PrivateServerArgs)
     exit_with_parent()

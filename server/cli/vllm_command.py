@@ -63,7 +63,7 @@ def run() -> int:
 
 
 def installed(path: Path) -> str:
-    """The vLLM that `path` would hide; empty: there is none."""
+    """The vLLM that `path` would hide; empty: no vLLM is installed."""
     if is_installed(NAME):
         return "the package vllm"
     other = next(_commands(), path if path.exists() and not _is_ours(path) else None)
@@ -71,7 +71,7 @@ def installed(path: Path) -> str:
 
 
 def _commands() -> Iterator[Path]:
-    """The commands named vllm in PATH that are no file of ours."""
+    """Commands named vllm in PATH that gaudiserve did not write."""
     for folder in os.get_exec_path(dict(environment())):
         path = Path(folder) / NAME
         if path.is_file() and os.access(path, os.X_OK) and not _is_ours(path):
