@@ -95,7 +95,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in a few words; null, which every optional field takes, is not named."""
+    """A JSON schema in a few words. null is left out, since every optional field accepts it."""
     if "$ref" in schema:
         return f"`{schema['$ref'].rsplit('/', 1)[1]}`"
     if "enum" in schema:
@@ -115,7 +115,7 @@ def type_of(schema: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Write the tables where they belong."""
+    """Write the tables into docs/api.md."""
     PATH.write_text(with_tables(PATH.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
