@@ -1,4 +1,4 @@
-"""LLM: offline inference, with the engine in this process, or with several in processes."""
+"""LLM: offline inference, with a single engine in this process or several engines in processes."""
 
 import asyncio
 import contextlib
@@ -117,7 +117,7 @@ class LLM:
         self._defaults = _sampling_params(server.sampling_defaults(recommended))
         self._client = make_client(dataclasses.replace(engine, model=path), server.log)
         self._pipeline = Pipeline(self._client, self._tokenizer, server)
-        # Enough to keep the batch full; further prompts are not tokenized yet.
+        # Enough prompts to fill the batch; later prompts are not tokenized yet.
         num_engines = engine.data_parallel.data_parallel_size
         self._lookahead = 2 * engine.scheduler.max_num_seqs * num_engines
         self._num_requests = 0
@@ -215,7 +215,7 @@ class LLM:
         documents: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several. Raises like `generate`."""
+        """Answer a conversation, or each of several conversations. Raises like `generate`."""
         conversations = [list(one) for one in as_conversation_list(messages)]
         params = self._params(sampling_params, len(conversations))
         controls = None if self._tokenizer is None else self._tokenizer.controls
@@ -254,12 +254,12 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The vectors or class probabilities of each prompt, from a pooling model.
+        """Vectors or class probabilities of each prompt, from a pooling model.
 
         `pooling_task` is embed, token_embed, classify or score; the other parameters of
-        `pooling_params` apply to any task. Longer prompts are truncated to
-        `truncate_prompt_tokens` (-1: to the model's maximum); without it they raise UserError, as
-        does a generating model.
+        `pooling_params` apply to any task. Longer prompts are truncated to `truncate_prompt_tokens`
+        (-1: to the model's maximum); without it they raise UserError. A generative model also
+        raises UserError.
         """
         if pooling_task is None:
             if not isinstance(pooling_params, PoolingParams):
@@ -350,7 +350,8 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The checkpoint's recommended values, and neutral values for the rest."""
+        """Sampling parameters with the checkpoint's recommended values, and neutral values for the
+        rest."""
         return self._defaults
 
     @property
@@ -389,7 +390,7 @@ class LLM:
         return list(params)
 
     async def _loaded(self, sources: list[MediaSource], param: str) -> list[ProcessedImage]:
-        """The images of a prompt. Raises UserError for a model that takes none."""
+        """Load the images of a prompt. Raises UserError if the model takes no images."""
         if not sources:
             return []
         if self._images is None:
@@ -408,7 +409,7 @@ class LLM:
         *,
         images: list[ProcessedImage] | None = None,
     ) -> Prompt:
-        """The prompt with the images of `sources`, or with `images`."""
+        """Make a Prompt with the images of `sources`, or with `images`."""
         images = images or await self._loaded(sources or [], "prompt")
         if images:
             return await self._prompt_with_images(text or "", special, params, images)
@@ -508,8 +509,8 @@ class LLM:
         if concurrency_limit is not None:
             num_workers = max(1, min(num_workers, concurrency_limit))
         if self._is_lockstep:
-            # Searches that run together would start their beams in the order in which they happen
-            # to be scheduled.
+            # Concurrent searches would start their beams in scheduling order, which may differ
+            # between ranks.
             num_workers = 1
         return await _run_all(run_search, len(inputs), num_workers, use_tqdm)
 
@@ -520,7 +521,7 @@ async def _run_all(
     num_workers: int,
     use_tqdm: bool,
 ) -> list[Result]:
-    """The results of `call` for 0 to `count - 1`, with a progress bar."""
+    """Run `call` for 0 to `count - 1` with a progress bar; returns the results in order."""
     results: dict[int, Result] = {}
     with tqdm(total=count, desc="Prompts", disable=not use_tqdm) as bar:
 
@@ -563,8 +564,8 @@ def _shut_down(
 
 
 async def _close(client: EngineClient) -> None:
-    """Close the client, also at interpreter exit: executors take no work then, and waiting for the
-    engine's thread through one raises RuntimeError until that thread has ended."""
+    """Close the client, also at interpreter exit: executors accept no work then, and waiting for
+    the engine's thread through an executor raises RuntimeError until the thread has ended."""
     for _ in range(int(STOP_TIMEOUT_S / CLOSE_RETRY_S)):
         with contextlib.suppress(RuntimeError):
             return await client.close()

@@ -1,4 +1,4 @@
-"""The forms in which callers of LLM give prompts and conversations."""
+"""Input forms of prompts and conversations for LLM."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ PromptInput = str | Mapping[str, Any] | Sequence[int]
 
 
 def as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
-    """One prompt or several, as a list."""
+    """List of prompts; wraps a single prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if prompts and all(isinstance(entry, int) for entry in prompts):
@@ -27,7 +27,8 @@ def as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptI
 def parse_prompt(
     prompt: PromptInput,
 ) -> tuple[str | None, list[int] | None, str, list[MediaSource]]:
-    """(text, ids, cache salt, images), with at least one of text and ids. Raises UserError."""
+    """Parse a prompt to (text, ids, cache salt, images), with at least a text or ids. Raises
+    UserError."""
     if isinstance(prompt, str):
         return prompt, None, "", []
     if not isinstance(prompt, Mapping):
@@ -71,7 +72,7 @@ def _images(data: Any) -> list[MediaSource]:
 
 
 def given_image(image: Any, where: str) -> MediaSource:
-    """An image of PIL, the bytes of a file, or a URL. Raises UserError."""
+    """MediaSource of a PIL image, the bytes of a file, or a URL. Raises UserError."""
     if isinstance(image, Image.Image):
         file = io.BytesIO()
         if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"):
