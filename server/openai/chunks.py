@@ -1,7 +1,7 @@
-"""Deltas to stream chunks, for chat and completions.
+"""Stream chunks of deltas, for chat and completions.
 
-Nearly every chunk has only text: it is written between a fixed head and tail. Others go through the
-JSON encoder.
+Nearly every chunk has only text: the text is written between a fixed head and tail. Other chunks go
+through the JSON encoder.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from server.serving.job import Job
 
 
 class _Chunks:
-    """What the chunks of chat and completions share."""
+    """Common part of the chunks of chat and completions."""
 
     def __init__(self, job: Job, kind: str) -> None:
         self._job = job
@@ -25,7 +25,7 @@ class _Chunks:
         self._has_ids = bool(job.body.return_token_ids)
         self._has_usage = job.includes_usage_in_chunks
         self._is_plain = not (self._has_logprobs or self._has_ids or self._has_usage)
-        """Whether chunks that are not the last have only text."""
+        """Whether all chunks but the last have only text."""
 
     async def ending(self) -> bytes:
         if not self._job.includes_usage:
@@ -113,7 +113,7 @@ class ChatChunks(_Chunks):
         return self._envelope.chunk(choice, self._extra() if self._has_usage else None)
 
     def _choice_chunk(self, delta: Delta, payload: dict[str, Any]) -> bytes:
-        """A chunk with `payload`, and all of `delta` but its text."""
+        """Chunk with `payload` and all of `delta` except its text."""
         choice: dict[str, Any] = {
             "index": delta.index,
             "delta": payload,
@@ -155,7 +155,7 @@ class CompletionChunks(_Chunks):
         return b"".join(frames)
 
     def _is_scored(self, prompt_index: int) -> bool:
-        """Whether all log-probabilities of a prompt have arrived."""
+        """Whether all log-probabilities of the prompt have arrived."""
         positions = self._job.generation.prompt_logprobs[prompt_index] or ()
         return len(positions) == len(self._job.prompts[prompt_index].token_ids)
 
@@ -199,7 +199,7 @@ class CompletionChunks(_Chunks):
             choice["token_ids"] = delta.token_ids
             if is_first:
                 choice["prompt_token_ids"] = self._job.prompts[prompt_index].token_ids
-        # What is echoed may be long; job.py calls this on a thread then.
+        # An echoed prompt may be long; job.py then calls this method on a thread.
         line = long_json_line if is_first and parts else json_line
         return self._envelope.chunk(line(choice), self._extra())
 

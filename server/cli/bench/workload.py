@@ -29,8 +29,8 @@ MIN_TURN_LEN, MAX_INPUT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Lengths in tokens. With `range_ratio` r, each length is drawn uniformly from (1 - r) to (1 +
-    r) times the given length."""
+    """Lengths in tokens. Each length is drawn uniformly from (1 - r) to (1 + r) times the given
+    length, where r is `range_ratio`."""
 
     num_prompts: int
     input_len: int

@@ -67,7 +67,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
             store, body, sent.num_bytes, state.peers.new_id(), owner, state.media_kinds
         )
         if body.background:
-            # A record of its own: the job continues when this request has ended.
+            # A separate record: the job continues after this request has ended.
             attach_record(request.scope, replace(record_of(request.scope)))
         job = await _start(state, request, resolved, is_cut=body.truncation == "auto")
         entry = StoredResponse(job.id, owner, resolved.history, is_background=bool(body.background))
@@ -191,7 +191,7 @@ async def _read(state: AppState, request: Request) -> tuple[ReceivedBody, Respon
 
 
 def _entry(store: ResponseStore, request: Request, response_id: str) -> StoredResponse:
-    """Raises NotFound for what is not stored for the request's API key."""
+    """The stored response. Raises NotFound if it is not stored for the request's API key."""
     return store.get(response_id, record_of(request.scope).owner)
 
 

@@ -80,12 +80,12 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_drawn(self) -> int:
-        """How many choices are drawn for each prompt; the best `n` of them are answered."""
+        """Number of choices drawn per prompt; the response has the best `n` choices."""
         return self.best_of or self.n or 1
 
     @property
     def limit(self) -> int:
-        """How many tokens may be generated for each choice."""
+        """Maximum generated tokens of a choice."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> Texts | TokenLists:
