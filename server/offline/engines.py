@@ -71,7 +71,7 @@ class ProcessesClient(RouterClient):
         loop = asyncio.get_running_loop()
 
         def on_exit(engine: int, reason: str) -> None:
-            # RuntimeError: the loop is closed, and the exit has no reader.
+            # RuntimeError: the loop is closed, and no request waits for the engine.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self.engines[engine].fail, reason)
 

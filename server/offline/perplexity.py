@@ -38,7 +38,7 @@ def windows(llm: LLM, text: str, size: int) -> list[list[int]]:
 
     A window starts with the tokenizer's begin token or, if there is no begin token, with the last
     token of the previous window. Every token with a predecessor is predicted exactly once, from 1
-    to `size` - 1 tokens.
+    to `size` - 1 earlier tokens.
     """
     tokenizer = llm.get_tokenizer()
     tokens = tokenizer.encode_now(text, add_special_tokens=False)

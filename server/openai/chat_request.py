@@ -1,4 +1,4 @@
-"""Chat messages to a prompt and a running request, for all endpoints that take messages."""
+"""Convert chat messages to a prompt and a running request, for all endpoints with messages."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -52,7 +52,7 @@ class RenderedChat:
 
 
 async def render(state: AppState, request: Request, body: ChatPromptBody) -> RenderedChat:
-    """Render the prompt text of a chat and load its images. An uuid finds only images that the API
+    """Render the prompt text of a chat and load its images. A uuid finds only images that the API
     key of `request` sent. Raises UserError and Overloaded."""
     record = record_of(request.scope)
     client = record.owner or record.client

@@ -23,7 +23,7 @@ MAX_NAME_CHARACTERS = 256
 
 
 class LoadAdapterBody(Body):
-    """Adapter to load."""
+    """An adapter to serve."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"lora_name": "sql", "lora_path": "sql-lora"}}
@@ -117,7 +117,8 @@ def _check_name(state: AppState, name: str) -> None:
 
 def _adapter(lora_dir: str, body: LoadAdapterBody) -> NamedAdapter:
     """Resolve `lora_path`, a folder or file, relative to `lora_dir` or absolute. Follows symbolic
-    links; raises NotFound for a path outside of `lora_dir`, without revealing whether it exists."""
+    links; raises NotFound for a missing path or a path outside of `lora_dir`, without revealing
+    which."""
     try:
         root = Path(lora_dir).resolve(strict=True)
         folder = (root / body.lora_path).resolve(strict=True)

@@ -72,8 +72,8 @@ def ignored_tools(tools: Any) -> Iterator[str]:
 
 
 def chat_choice(choice: Any) -> Any:
-    """Convert a tool_choice to a chat's; a choice of allowed tools stays unchanged. Raises
-    UserError."""
+    """Convert a tool_choice to the tool_choice of a chat; a choice of allowed tools stays
+    unchanged. Raises UserError."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")

@@ -11,7 +11,7 @@ from server.text.template_renderer import TextTooLong
 
 
 async def shortened(state: AppState, request: Request, chat: ChatBody) -> ChatBody:
-    """Drop the fewest oldest messages of `chat` so that the prompt fits. Leading system messages
+    """Drop as few of the oldest messages of `chat` as the context requires. Leading system messages
     stay, the next message is a user message, and the last user message is always kept: a prompt
     that is still too long is refused later. Renders and counts about log2(messages) times."""
     messages = chat.messages

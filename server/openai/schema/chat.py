@@ -227,7 +227,7 @@ class ChatBody(ChatPromptBody, GenerationBody):
         return self.last_text if self.continue_final_message else None
 
     def wants_reasoning(self, defaults: Mapping[str, Any]) -> bool:
-        """Whether neither the body nor `defaults` disable reasoning by a template variable."""
+        """False if the body or `defaults` disable reasoning by a template variable."""
         variables = self.template_variables(defaults)
         return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
 
