@@ -1,7 +1,7 @@
-"""The two files of a batch, in OpenAI's format: requests and answers, a JSON object in each line.
+"""Files of a batch in OpenAI's format: requests and answers, a JSON object per line.
 
-The id of an answer says which line of the input it belongs to, so that a batch that was interrupted
-goes on behind the last complete line of the output.
+The id of an answer has the line number of its request, so that an interrupted batch continues after
+the last complete line of the output.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
-"""`gaudiserve vllm-command`: writes a command `vllm` for scripts that call `vllm serve`.
+"""`gaudiserve vllm-command`: write a command `vllm` that runs gaudiserve, for scripts that call
+`vllm serve`.
 
-The written command is gaudiserve. It never hides a vLLM that is installed: nothing is written where
-there is one, and a vLLM that is installed later is run in place of gaudiserve.
+The command never hides an installed vLLM: it is not written if vLLM is installed, and it runs a
+vLLM that is installed later.
 """
 
 import os

@@ -143,7 +143,7 @@ class Metrics:
         self._pauses = [pauses.labels(self._model_name, str(engine)) for engine in engines]
 
     def engine_lost(self, engine: int, *, has_poison: bool) -> None:
-        """Record the crash of an engine; with `has_poison`, count a failed poison request."""
+        """Count a failed poison request of the crashed `engine` if `has_poison` is set."""
         self._poison[engine].inc(has_poison)
 
     def requests_resumed(self, engine: int, count: int) -> None:

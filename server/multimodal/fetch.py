@@ -131,11 +131,9 @@ class MediaFetcher:
         is_public: "Callable[[str], bool] | None" = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Args:
-        allowed_domains: Hosts of https: URLs; "*": all hosts; empty: https: is refused.
-        allowed_local_path: Folder of file: URLs; empty: file: is refused.
-        resolve, is_public, tls: Replace the network in tests.
-        """
+        """`allowed_domains`: hosts of https: URLs; "*": all hosts; empty: https: is refused.
+        `allowed_local_path`: folder of file: URLs; empty: file: is refused. `resolve`, `is_public`
+        and `tls` replace the network in tests."""
         self._domains = frozenset(_host_name(domain) for domain in allowed_domains)
         self._local = Path(allowed_local_path).resolve() if allowed_local_path else None
         self._kinds = {
