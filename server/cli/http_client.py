@@ -1,7 +1,7 @@
-"""A minimal HTTP/1.1 client for one server, over TCP, TLS or a Unix socket: JSON calls and event
+"""Minimal HTTP/1.1 client for a single server, over TCP, TLS or a Unix socket: JSON calls and event
 streams.
 
-A general client takes more time per event than a fast server needs to produce it. This one only
+A general client takes more time per event than a fast server needs to produce it. This client only
 splits bytes, so that the benchmark measures the server.
 """
 

@@ -8,7 +8,7 @@ from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 
 class InternVLForm(NoGrid):
-    """The template writes one image token."""
+    """The template writes a single image token."""
 
     # Published checkpoints say false in preprocessor_config.json; their processor class says true.
     options: dict[str, Any] = {"crop_to_patches": True}  # noqa: RUF012 - never written

@@ -4,7 +4,7 @@ from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 
 class Phi4Form(NoGrid):
-    """The template writes one image token."""
+    """The template writes a single image token."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token

@@ -58,7 +58,8 @@ class QwenVideoForm:
     def joined(self, arrays: Arrays) -> Arrays:
         grid = np.asarray(arrays["image_grid_thw"])
         num_frames, (_, height, width) = len(grid), grid[0].tolist()
-        # The image processor repeats each frame temporal_patch_size times in a patch: keep a copy.
+        # In a patch, the image processor repeats each frame temporal_patch_size times: keep a
+        # single copy.
         patches = np.asarray(arrays["pixel_values"]).reshape(
             num_frames, height * width, 3, self._depth, -1
         )[:, :, :, 0]
