@@ -19,8 +19,7 @@ class BackgroundLoop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        # A daemon thread: at exit, the interpreter would join any other thread before `close` is
-        # called.
+        # Daemon thread: at exit, the interpreter joins other threads before `close` can be called.
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
         self._is_closed = False

@@ -58,7 +58,7 @@ class QwenVideoForm:
     def joined(self, arrays: Arrays) -> Arrays:
         grid = np.asarray(arrays["image_grid_thw"])
         num_frames, (_, height, width) = len(grid), grid[0].tolist()
-        # In a patch, the image processor repeats each frame temporal_patch_size times: keep a
+        # The image processor fills all temporal_patch_size frames of a patch with the same frame.
         # single copy.
         patches = np.asarray(arrays["pixel_values"]).reshape(
             num_frames, height * width, 3, self._depth, -1
