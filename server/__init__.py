@@ -1,4 +1,5 @@
-"""API servers, offline API and commands. At import checks that engine, hpu and config are ours."""
+"""API servers, offline API and commands. The import checks that the packages engine, hpu and config
+belong to gaudiserve."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +8,7 @@ _HOME = Path(__file__).resolve().parent.parent
 
 
 def _check_packages(home: Path) -> None:
-    """Raise ImportError if engine, hpu or config would be imported from elsewhere."""
+    """Raise ImportError if engine, hpu or config would be imported from outside `home`."""
     for name in ("engine", "hpu", "config"):
         spec = importlib.util.find_spec(name)
         if spec is None:

@@ -1,4 +1,4 @@
-"""Development routes: profiles, settings, prefix cache, sleep. Only with --enable-dev-endpoints and
+"""Development routes: profiles, settings, prefix cache, sleep. They need --enable-dev-endpoints and
 API keys, see ServerConfig."""
 
 import asyncio
@@ -24,7 +24,7 @@ TAGS = (WEIGHTS, KV_CACHE)
 
 
 def development_routes(state: AppState) -> APIRouter:
-    """The routes."""
+    """Routes of development, which --enable-dev-endpoints serves."""
     router = APIRouter(tags=["Development"])
     _add_profile(router, state)
     _add_facts(router, state)
@@ -114,7 +114,7 @@ def _add_sleep(router: APIRouter, state: AppState) -> None:
 
 
 def _choice(request: Request, name: str, choices: tuple[str, ...]) -> str:
-    """The query parameter `name`; by default the first of `choices`. Raises UserError."""
+    """The query parameter `name`; default: the first of `choices`. Raises UserError."""
     value = request.query_params.get(name, choices[0])
     if value not in choices:
         raise UserError(f"{name} is {value[:40]!r}, it must be {' or '.join(choices)}", param=name)

@@ -1,7 +1,5 @@
-"""GET / and its files: the page with a chat and the state of the server.
-
-The page needs no API key, but the data that it requests does, if the server has keys.
-"""
+"""GET / and its files: the page with a chat and the server state. The page needs no API key; the
+data that it requests needs a key if the server has keys."""
 
 import asyncio
 import hashlib
@@ -31,16 +29,16 @@ HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # A new server's page must not use an older server's script.
+    # The page of a new server must not use the cached script of an older server.
     "cache-control": "no-cache",
 }
 SHAPES_TIMEOUT_S = 1.0
-"""Time for a busy engine to report its launches; after it the page shows the rest without them."""
+"""Time limit for a busy engine to report its launches; the page then shows the other data."""
 
 
 def page_routes(state: AppState) -> APIRouter:
-    """The page, its files and its data; none if it is disabled. URLs in it are relative, so that a
-    reverse proxy may add a path prefix."""
+    """Routes of the page, its files and its data; empty if the page is disabled. URLs in the page
+    are relative, so that a reverse proxy may add a path prefix."""
     router = APIRouter(include_in_schema=False)
     if not state.config.enable_page:
         return router
@@ -64,7 +62,7 @@ def _serve_file(router: APIRouter, path: str, content: bytes, kind: str) -> None
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {"content-type": kind, "etag": tag, **HEADERS}
 
-    # Clients ask with HEAD / whether a server is there.
+    # Clients use HEAD / to check whether a server is there.
     @router.api_route(path, methods=["GET", "HEAD"])
     async def get_file(request: Request) -> Response:
         if request.headers.get("if-none-match") == tag:
@@ -73,7 +71,7 @@ def _serve_file(router: APIRouter, path: str, content: bytes, kind: str) -> None
 
 
 async def _shapes(state: AppState) -> Any:
-    """The engine's StepStats.shapes; None if it does not respond in time."""
+    """StepStats.shapes of the engine; None if the engine does not respond in time."""
     try:
         return await asyncio.wait_for(state.client.control("shapes"), SHAPES_TIMEOUT_S)
     except (GaudiserveError, asyncio.TimeoutError):
@@ -81,7 +79,7 @@ async def _shapes(state: AppState) -> Any:
 
 
 def page_state(state: AppState) -> dict[str, Any]:
-    """The data of the page that this API server has itself."""
+    """Data of the page that this API server has without asking the engine."""
     stats, ready = state.client.stats, state.client.ready
     compiled = sum(n for name, n in stats.compilations.items() if name.endswith(".serving"))
     return {

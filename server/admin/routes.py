@@ -93,7 +93,7 @@ def _liveness(state: AppState) -> Response:
 
 
 def _health(state: AppState) -> Response:
-    # A failed engine ends the start: its reason says more than the progress.
+    # An engine failure ends the start; its reason tells more than the progress.
     if state.status == "starting" and state.client.failure is None:
         return _starting(state)
     return _liveness(state)

@@ -1,5 +1,5 @@
-"""The settings that /server_info shows: numbers, switches and enumerated values. Never keys, paths,
-or other text from the operator."""
+"""Settings that /server_info shows: numbers, switches and enumerated values. Keys, paths and other
+text of the operator are never shown."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -16,7 +16,7 @@ ENUMERATED = {
 
 
 def shown_settings(state: AppState) -> dict[str, Any]:
-    """The settings in force, with the values that the engine determined at start."""
+    """Effective settings, with values that the engine determined at the start."""
     shown: dict[str, Any] = {"version": state.version}
     ready = state.client.ready
     if ready is not None:
@@ -34,7 +34,7 @@ def shown_settings(state: AppState) -> dict[str, Any]:
 
 
 def as_text(shown: Mapping[str, Any]) -> str:
-    """One line: name=value, in the order of the settings."""
+    """Settings as a line of name=value, in order."""
     return ", ".join(f"{name}={_text(value)}" for name, value in shown.items())
 
 

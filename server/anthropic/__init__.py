@@ -1,1 +1,1 @@
-"""The Messages API: its routes, bodies and answers, over the chat pipeline."""
+"""Messages API: routes, bodies and responses, built on the chat pipeline."""

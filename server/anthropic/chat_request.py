@@ -1,4 +1,4 @@
-"""From a Messages API body to the equivalent chat request."""
+"""Convert a Messages API body to the equivalent chat request."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,19 +11,19 @@ from server.openai.schema.chat import ChatBody, Message
 from server.text.hidden_reasoning import hidden_reasoning
 
 _SEPARATOR = "\n"
-"""Separates consecutive messages of one role, which are joined."""
+"""Separator when consecutive messages of the same role are joined."""
 _ROLES = ("user", "assistant", "system")
 _BILLING_HEADER = "x-anthropic-billing-header:"
-"""The start of a line of system text."""
+"""Start of a line of system text that is removed."""
 Part = dict[str, Any]
-"""Of the content of a chat message."""
+"""Content part of a chat message."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = False) -> ChatBody:
     """The chat request of `body`. Raises UserError. `has_reasoning`: the server has a reasoning
-    parser; without one there is no reasoning that a budget could limit. `takes_images`: the model
-    does."""
+    parser; without a parser, a reasoning budget is ignored. `takes_images`: the model takes
+    images."""
     body.check()
     builder = _MessageBuilder(takes_images)
     builder.add_system(body.system)
@@ -47,7 +47,7 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
         fields["tools"] = tools
     if (choice := body.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name}}
-        # Without tools, auto asks for nothing.
+        # Without tools, auto has no effect.
         if tools or choice.type in ("any", "tool"):
             fields["tool_choice"] = _CHOICES.get(choice.type, named)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -73,8 +73,8 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
 
 
 def _reasoning_fields(body: CountBody) -> dict[str, Any]:
-    """Reasoning is on only if requested; templates use either variable name. Variables of the
-    request come before both."""
+    """Template variables for reasoning, which is on only if requested; templates use either name.
+    Variables of the request take precedence."""
     thinking = body.thinking
     thinks = thinking is not None and thinking.type != "disabled"
     fields: dict[str, Any] = {
@@ -101,11 +101,11 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
 
 
 class _MessageBuilder:
-    """Builds chat messages; consecutive messages of one role are joined."""
+    """Builds chat messages; consecutive messages of the same role are joined."""
 
     def __init__(self, takes_images: bool) -> None:
         self._taken = ("text", "image") if takes_images else ("text",)
-        """Types of the blocks of a user message, but for results of tools."""
+        """Block types that a user message may have, besides tool results."""
         self.messages: list[Message] = []
         self._tools: dict[str, str] = {}
         """Tool names by tool_use id."""
@@ -131,7 +131,7 @@ class _MessageBuilder:
             self._add_system_text(blocks)
 
     def close(self) -> bool:
-        """Finish; returns whether the answer continues the last message."""
+        """Finish the last message; returns whether the answer continues it."""
         last = self.messages[-1]
         if last["role"] == "assistant":
             if last.get("tool_calls"):
@@ -155,8 +155,8 @@ class _MessageBuilder:
         parts = []
         for block, where in blocks:
             part = _text(block, where)
-            # Claude Code writes this line for gateways. It differs between requests, so that no
-            # token after it would be found in the prefix cache.
+            # Claude Code writes this line for gateways. It differs between requests and would break
+            # prefix cache hits for all tokens after it.
             if part["text"].startswith(_BILLING_HEADER):
                 part["text"] = part["text"].partition("\n")[2]
                 if not part["text"]:
@@ -194,11 +194,12 @@ class _MessageBuilder:
         if calls:
             message.setdefault("tool_calls", []).extend(calls)
         if reasoning:
-            # `close` joins the texts: joining for each message would take the square of the time.
+            # `close` joins the texts: joining at each message would take quadratic time.
             message.setdefault("reasoning", []).extend(reasoning)
 
     def _part(self, block: Any, where: str, *others: str) -> Part:
-        """A text, or an image if the model takes them. `others`: types that may be there too."""
+        """Convert a text block, or an image block if the model takes images. `others`: block types
+        that are also accepted, for the error."""
         if "image" in self._taken and block["type"] == "image":
             return _image(block, where)
         return _text(block, where, (*self._taken, *others))
@@ -231,12 +232,12 @@ class _MessageBuilder:
         if not isinstance(block.get("is_error"), (bool, type(None))):
             raise _bad(f"{where}.is_error must be true or false")
         if block.get("is_error"):
-            # Templates have no other place for it than the text.
+            # Templates have no other place for the value than the text.
             parts.insert(0, {"type": "text", "text": "Error: "})
         return {
             "role": "tool",
             "tool_call_id": call_id,
-            # The call may stand in a part of the conversation that the client no longer sends.
+            # The call may be in a part of the conversation that the client no longer sends.
             "name": self._tools.get(call_id),
             "content": parts or [{"type": "text", "text": ""}],
         }
@@ -248,7 +249,7 @@ class _MessageBuilder:
 
 
 def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
-    """The blocks of a content with their paths. Raises UserError for one without a type."""
+    """Blocks of a content with their paths. Raises UserError for a block without a type."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if len(content) > MAX_PARTS:
@@ -261,7 +262,7 @@ def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
 
 
 def _image(block: Any, where: str) -> Part:
-    """An image block as the part of a chat message."""
+    """Convert an image block to a part of a chat message."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "url":
@@ -275,7 +276,8 @@ def _image(block: Any, where: str) -> Part:
 
 
 def _text(block: Any, where: str, taken: Sequence[str] = ("text",)) -> Part:
-    """A text. Raises UserError for another block; `taken`: the types that may be there."""
+    """Text of a text block. Raises UserError for any other block; `taken`: accepted types, for the
+    error."""
     if block["type"] != "text":
         raise wrong_type(block["type"], where, taken)
     return {"type": "text", "text": _string(block, "text", where)}

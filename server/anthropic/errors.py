@@ -1,4 +1,4 @@
-"""Errors as clients of the Messages API read them. Knows of routes only which are theirs."""
+"""Error bodies of the Messages API, and which routes use them."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ _WORDS = (
     ("tool_choice to required", "tool_choice to any"),
     ("response_format", "output_config.format"),
 )
-"""What requests have been turned into on their way, and how it is called here."""
+"""Words of chat errors and their names in the Messages API: a request was converted to a chat."""
 
 
 def is_messages(path: str) -> bool:
@@ -35,7 +35,7 @@ def is_messages(path: str) -> bool:
 
 
 def error_object(fault: Fault) -> dict[str, Any]:
-    """The body of an error, which is also the data of an error event."""
+    """Body of an error; also the data of an error event."""
     kind = "api_error" if fault.status >= 500 else "invalid_request_error"
     message = fault.message
     for ours, theirs in _WORDS:
@@ -45,7 +45,7 @@ def error_object(fault: Fault) -> dict[str, Any]:
 
 
 def refusal(fault: Fault, path: str) -> Response:
-    """The response that says `fault` to the callers of `path`."""
+    """The response with `fault` for clients of `path`."""
     if not is_messages(path):
         return fault.response()
     return Response(

@@ -1,4 +1,4 @@
-"""Answers of the Messages API: message parts to content blocks, deltas to stream events."""
+"""Responses of the Messages API: message parts to content blocks, deltas to stream events."""
 
 import json
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def message_of(job: Job, content: Sequence[Block] = ()) -> dict[str, Any]:
 
 
 def full_message(job: Job, choice: ChoiceOutput, *, shows_reasoning: bool) -> dict[str, Any]:
-    """The whole message of `choice`."""
+    """The complete message of `choice`."""
     parts = choice.message.parts
     is_cut = choice.finish_reason == "length"
     content = [_block(part, is_cut=is_cut, shows_reasoning=shows_reasoning) for part in parts]
@@ -51,8 +51,8 @@ def full_message(job: Job, choice: ChoiceOutput, *, shows_reasoning: bool) -> di
 
 
 def usage_of(job: Job) -> dict[str, Any]:
-    """Token counts so far. In this API `input_tokens` has no cached tokens: clients add the input
-    fields to get the length of the prompt."""
+    """Token counts so far. In this API `input_tokens` excludes cached tokens: clients add the input
+    fields to get the prompt length."""
     generation = job.generation
     return {
         "input_tokens": generation.num_prompt_tokens - generation.num_cached_tokens,
@@ -87,8 +87,8 @@ def _block(part: MessagePart, *, is_cut: bool, shows_reasoning: bool) -> Block:
 
 
 def _input(arguments: str, is_cut: bool) -> str:
-    """Arguments of a call as a JSON object. If they cannot be parsed: of a call that was cut, what
-    came; else the empty object, since a part of them may do something else."""
+    """Arguments of a call as a JSON object. If they cannot be parsed: the parsed part of a call
+    that was cut; else an empty object, since partial arguments may do something else."""
     whole = object_of(arguments)
     if whole is not None:
         return whole
@@ -117,7 +117,7 @@ class MessageEvents:
         self._is_started = False
         self._num_blocks = 0
         self._open: str | None = None
-        """The type of the open block."""
+        """Type of the open block."""
         self._hidden: list[str] = []
         """Reasoning of the open block that is not shown."""
         self._has_calls = False

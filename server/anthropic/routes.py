@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, over the chat pipeline."""
+"""POST /v1/messages and /v1/messages/count_tokens, built on the chat pipeline."""
 
 import asyncio
 from functools import partial

@@ -39,13 +39,13 @@ _KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
 def is_foreign_tool(tool: Any) -> bool:
-    """Whether it is a tool that other servers run, such as web_search_20250305: it is ignored."""
+    """Whether `tool` runs on other servers, such as web_search_20250305, and is ignored."""
     return type_of(tool) not in (None, "custom")
 
 
 def is_ignored_block(block: Any) -> bool:
     """Whether a block of an earlier answer has a type that only other servers know, such as
-    redacted_thinking."""
+    redacted_thinking, and is ignored."""
     return type_of(block) not in (None, "text", "thinking", "tool_use", "image")
 
 
@@ -111,7 +111,7 @@ class CountBody(Body):
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
-        """The unknown fields, and the tools and blocks that are ignored."""
+        """Names of unknown fields, and of ignored tools and blocks."""
         ignored = super().unknown_fields(data)
         ignored += ignored_entries("tools", data.get("tools"), is_foreign_tool)
         messages = data.get("messages")
@@ -140,7 +140,7 @@ class CountBody(Body):
 
     @property
     def form(self) -> OutputFormat | None:
-        """The form that the text is to have, by whichever of its two names."""
+        """Output format, from either of its two fields."""
         config = self.output_config
         return self.output_format if config is None or config.format is None else config.format
 

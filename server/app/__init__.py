@@ -1,1 +1,1 @@
-"""The ASGI application: the routes of all APIs inside the middleware, and their description."""
+"""ASGI application: the routes of all APIs inside the middleware, and their OpenAPI description."""

@@ -1,4 +1,4 @@
-"""The ASGI application of an AppState: FastAPI's routes and errors inside our middleware."""
+"""ASGI application of an AppState: FastAPI's routes and errors inside this server's middleware."""
 
 from difflib import get_close_matches
 
@@ -43,7 +43,7 @@ NEAR_PATH_RATIO = 0.8
 
 
 def create_app(state: AppState) -> ASGIApp:
-    """The application of an API server: all routes and middleware."""
+    """ASGI application of an API server, with all routes and middleware."""
     has_docs = state.config.enable_docs
     prefix = state.config.path_prefix
     api = DescribedApi(
@@ -80,7 +80,7 @@ def create_app(state: AppState) -> ASGIApp:
     api.add_exception_handler(HTTPException, _answer_http)
     api.add_exception_handler(RequestValidationError, _answer_invalid)
     api.add_exception_handler(Exception, _leave_to_middleware)
-    # Around FastAPI and not among its middleware: short requests skip the latter.
+    # Wraps FastAPI instead of using its middleware stack, so that short requests skip FastAPI.
     app: ASGIApp = FastRouter(api, api.state.routes)
     app = AuthMiddleware(app, state)
     if state.config.allowed_origins:
@@ -127,8 +127,8 @@ def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
 
 
 def _unknown_route(request: Request) -> HTTPException:
-    """The 404 of a path that no route takes; it names the flag that enables the route,
-    the route at which `/v1` is missing, or the route with the nearest path."""
+    """404 for an unknown path. It names the flag that enables the route, the route if only `/v1` is
+    missing, or the route with the nearest path."""
     path = request.scope["path"]
     shown = path[:PATH_CHARACTERS_SHOWN]
     message = f"There is no route {shown}."
@@ -156,7 +156,7 @@ def _paths(request: Request) -> list[str]:
 
 
 def _methods(request: Request, path: str) -> list[str]:
-    """The methods that routes take at `path`, sorted."""
+    """Methods of the routes at `path`, sorted."""
     scope = {**request.scope, "path": path}
     return sorted(
         method
@@ -174,12 +174,13 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
 
 
 class _NoResponse(Response):
-    """Sends nothing."""
+    """Response that sends nothing."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         return
 
 
 async def _leave_to_middleware(request: Request, error: Exception) -> Response:
-    """FastAPI would send plain text and raise `error` again, which AuthMiddleware handles."""
+    """Exception handler that sends nothing. Starlette then raises `error` again, and AuthMiddleware
+    answers it; the default handler would send plain text first."""
     return _NoResponse()

@@ -187,7 +187,7 @@ OVERRIDES: Mapping[str, Mapping[str, str]] = {
 }
 """By body and field: overrides of SHARED."""
 _PARENTS = {"MessagesBody": "CountBody"}
-"""Bodies that inherit the overrides of another one."""
+"""Bodies that inherit the overrides of another body."""
 
 
 def add_descriptions(definitions: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The OpenAPI schema. Handlers parse bodies themselves, so FastAPI does not know their models."""
+"""OpenAPI schema. Handlers parse bodies themselves, so FastAPI does not know the body models."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ _MESSAGES_ERROR = {
 
 
 class DescribedApi(FastAPI):
-    """FastAPI with the schemas of our bodies."""
+    """FastAPI with the schemas of this server's request bodies."""
 
     def openapi(self) -> dict[str, Any]:
         if not self.openapi_schema:

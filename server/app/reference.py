@@ -1,7 +1,7 @@
 """Tables of docs/api.md, generated from the schemas: `python -m server.app.reference`.
 
-The page's text is written by hand; each table lies between two comments, the first of which names
-the body. `beyond` another body leaves out the fields that both have: they are only listed.
+The text of the page is written by hand; each table is between two comments, and the first comment
+names the body. `beyond BODY`: fields that BODY also has are only listed by name.
 """
 
 import re
@@ -25,7 +25,7 @@ Rows = dict[str, str]
 
 
 def with_tables(page: str) -> str:
-    """The page with every table as the code has it now. Raises KeyError for an unknown body."""
+    """Regenerate every table of the page from the code. Raises KeyError for an unknown body."""
     bodies = {body.__name__: body for body in BODIES}
 
     def table(found: re.Match[str]) -> str:
@@ -37,8 +37,8 @@ def with_tables(page: str) -> str:
 
 
 def _fields(body: type[Body], base: type[Body] | None) -> str:
-    """A table of the body's own fields, one of each object that it has, the names of the fields
-    that it shares with `base`, and what it refuses."""
+    """Tables of the body's own fields and of its nested objects, and lists of the fields that it
+    shares with `base` and of the fields that it refuses."""
     own, objects = _rows_of(body)
     base_rows, base_objects = _rows_of(base) if base else ({}, {})
     shared = [name for name, row in own.items() if base_rows.get(name) == row]
@@ -59,7 +59,7 @@ def _fields(body: type[Body], base: type[Body] | None) -> str:
 
 
 def _rows_of(body: type[Body]) -> tuple[Rows, dict[str, Rows]]:
-    """The rows of the body without the fields that it refuses, and those of its objects."""
+    """Rows of the body without the fields that it refuses, and the rows of its nested objects."""
     _, made = models_json_schema([(body, "validation")])
     definitions: dict[str, Any] = made["$defs"]
     add_descriptions(definitions)
@@ -95,7 +95,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in a few words; null, which every optional field takes, is not named."""
+    """A JSON schema in a few words. null is left out, since every optional field accepts it."""
     if "$ref" in schema:
         return f"`{schema['$ref'].rsplit('/', 1)[1]}`"
     if "enum" in schema:
@@ -115,7 +115,7 @@ def type_of(schema: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Write the tables where they belong."""
+    """Write the tables into docs/api.md."""
     PATH.write_text(with_tables(PATH.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 

@@ -1,7 +1,7 @@
-"""The two files of a batch, in OpenAI's format: requests and answers, a JSON object in each line.
+"""Files of a batch in OpenAI's format: requests and answers, a JSON object per line.
 
-The id of an answer says which line of the input it belongs to, so that a batch that was interrupted
-goes on behind the last complete line of the output.
+The id of an answer has the line number of its request, so that an interrupted batch continues after
+the last complete line of the output.
 """
 
 import contextlib
@@ -19,25 +19,25 @@ from server.cli.http_client import Answer
 
 PREFIX = "batch_req_"
 _BEGINNING = f'{{"id":"{PREFIX}'.encode()
-"""The first bytes of an answer."""
+"""First bytes of an answer line."""
 POOLING_PATHS = ("/score", "/rerank", "/v2/rerank", "/classify", "/pooling")
-"""Paths outside of /v1/ that answer a body."""
+"""Paths outside of /v1/ that a batch may use."""
 MAX_LINE_BYTES = 64 * 2**20
-"""As --max-body-bytes."""
+"""Maximum length of an input line, the default of --max-body-bytes."""
 
 
 class BatchLine(NamedTuple):
-    """A request."""
+    """Request of an input line."""
 
     number: int
-    """In the file, from 1 on."""
+    """Line number in the file, from 1."""
     custom_id: str
     url: str
     body: dict[str, Any]
 
 
 class InvalidLine(NamedTuple):
-    """A line that is no request, or the second one with its custom_id."""
+    """A line that is no request, or that repeats a custom_id."""
 
     number: int
     custom_id: str | None
@@ -45,7 +45,7 @@ class InvalidLine(NamedTuple):
 
 
 def read_lines(path: Path) -> Iterator[BatchLine | InvalidLine]:
-    """The lines of the input that are not empty. Raises ConfigError if it cannot be read."""
+    """The non-empty lines of the input. Raises ConfigError if the file cannot be read."""
     seen: set[str] = set()
     try:
         with path.open("rb") as file:
@@ -106,14 +106,14 @@ def _is_path(url: str) -> bool:
 
 
 class BatchOutput:
-    """The output, open for more lines; one process at a time."""
+    """Output file of a batch, open for appending and locked against other processes."""
 
     def __init__(self, path: Path) -> None:
-        """Reads what is there. A line that a killed process has left half-written is removed.
-        Raises ConfigError for a file that is something else, or in use."""
+        """Reads existing answers and removes a half-written last line of a killed process. Raises
+        ConfigError for a file that is no batch output or is in use."""
         self._path = path
         self._answered: dict[int, str | None] = {}
-        """Number of the line -> its custom_id."""
+        """custom_id of each answered line, by line number."""
         self.num_errors = 0
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ConfigError(f"{path}: it is no regular file, which a batch could go on with")
@@ -135,7 +135,7 @@ class BatchOutput:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # What a full disk did not take fails again; the error was raised before.
+        # On a full disk the flush fails again; the error was raised before.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -144,7 +144,7 @@ class BatchOutput:
         return len(self._answered)
 
     def has(self, line: BatchLine | InvalidLine) -> bool:
-        """Whether it has an answer. Raises ConfigError if that is another line's."""
+        """Whether `line` has an answer. Raises ConfigError if the answer has another custom_id."""
         if line.number not in self._answered:
             return False
         answered = self._answered[line.number]
@@ -156,7 +156,7 @@ class BatchOutput:
         return True
 
     def write(self, line: BatchLine, answer: Answer) -> None:
-        """What the server has answered, of any status."""
+        """Append the server's answer, with any status."""
         try:
             body = msgspec.json.decode(answer.content)
         except msgspec.DecodeError:
@@ -173,7 +173,7 @@ class BatchOutput:
         self.num_errors += answer.status != 200
 
     def write_error(self, line: InvalidLine) -> None:
-        """A line that was not sent."""
+        """Append the error of a line that was not sent."""
         message = f"line {line.number}: {line.error}"
         self._append(line, None, {"code": "invalid_line", "message": message})
         self.num_errors += 1
@@ -204,7 +204,7 @@ class BatchOutput:
         end = 0
         for raw in self._file:
             if not raw.endswith(b"\n"):
-                # A user's file may lack the last line break too: it is never cut.
+                # A user's file may also lack the last line break: it is never cut.
                 if raw[: len(_BEGINNING)] != _BEGINNING[: len(raw)]:
                     raise _no_answer(self._path, raw)
                 break
@@ -226,9 +226,9 @@ class BatchOutput:
 
 
 def _number_of(answer_id: str) -> int:
-    """The number of the line in the id of its answer. Raises ValueError and AttributeError."""
+    """Line number in the id of an answer. Raises ValueError and AttributeError."""
     digits = answer_id.removeprefix(PREFIX)
-    # int() takes "7 ", "+7", "007", "1_0" and digits of other scripts too.
+    # int() also accepts "7 ", "+7", "007", "1_0" and digits of other scripts.
     if not digits.isdecimal() or answer_id != f"{PREFIX}{int(digits)}":
         raise ValueError(f"the id is {answer_id[:80]!r}, it must be {PREFIX} and a number")
     return int(digits)

@@ -25,7 +25,7 @@ usage: gaudiserve buckets show [flags]   print a strategy's table, and its paddi
 
 
 def buckets_parser(action: str) -> Parser:
-    """The flags of `show` or `fit`, in addition to those of `serve`."""
+    """Parser with the flags of `show` or `fit` and the flags of `serve`."""
     parser = command_parser(
         f"gaudiserve buckets {action}",
         "Show or fit bucket tables; needs no model and no device.",

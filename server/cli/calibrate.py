@@ -22,7 +22,7 @@ from server.offline.llm import LLM
 DEFAULT_SAMPLES = 512
 DEFAULT_ANSWER = 32
 CHECKED_SAMPLES = 4
-"""Prompts that the quantized model answers."""
+"""Number of prompts that the quantized model answers as a check."""
 
 DESCRIPTION = """\
 Prepare a model for FP8 on Gaudi with Intel Neural Compressor (pip install neural-compressor-pt).
@@ -116,8 +116,8 @@ def calibrate_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Measure, repair, unify, quantize; the last line says how to serve. Raises CheckpointError for
-    what does not work, ConfigError for wrong flags."""
+    """Measure, repair, unify and quantize; the last output line says how to serve. Raises
+    CheckpointError if a step fails, ConfigError for invalid flags."""
     args = calibrate_parser().parse_all(argv)
     log.setup("calibrate", log.LogConfig("error"))
     with _failures(args.output):
@@ -160,8 +160,8 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace, config: Path) -> LLM:
-    """With one worker process for each rank: the compressor keeps what it measures in its module,
-    and the vendor's runtime takes one card of a process."""
+    """Load the model with a worker process per rank: INC keeps its measures in module globals, and
+    the Gaudi runtime uses a single card per process."""
     flags: dict[str, Any] = {
         "device": args.device,
         "quantization": INC,
@@ -169,7 +169,7 @@ def _model(args: argparse.Namespace, config: Path) -> LLM:
         "kv_cache_dtype": args.kv_cache_dtype,
         "tensor_parallel_size": args.tensor_parallel_size,
         "distributed_executor_backend": "mp",
-        # Neither warm-up nor graphs: their launches would be measured.
+        # No warm-up and no graphs: their launches would be measured.
         "warmup": "skip",
         "enforce_eager": True,
     }
@@ -179,8 +179,8 @@ def _model(args: argparse.Namespace, config: Path) -> LLM:
 
 
 def _answer(llm: LLM, samples: list[Sample], max_tokens: int) -> None:
-    """With a progress bar."""
-    # As the checkpoint would end them, few tokens of an answer might be measured.
+    """Generate an answer for each sample, with a progress bar."""
+    # ignore_eos: an early end of sequence would leave few tokens to measure.
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     texts = [sample for sample in samples if isinstance(sample, str)]
     conversations = [sample for sample in samples if not isinstance(sample, str)]
@@ -192,7 +192,7 @@ def _answer(llm: LLM, samples: list[Sample], max_tokens: int) -> None:
 
 @contextlib.contextmanager
 def _failures(output: str) -> Iterator[None]:
-    """One sentence and exit code 1 for whatever the files or the card cannot do."""
+    """Turn errors of files and devices into CheckpointError: a single sentence and exit code 1."""
     try:
         yield
     except CheckpointError:

@@ -27,7 +27,7 @@ TEXT begins a new one with that system prompt.
 PATH = "/v1/chat/completions"
 TOKENIZE_PATH = "/tokenize"
 MAX_TOKENS = 1024
-"""Default limit of an answer: a small model may repeat itself without an end."""
+"""Default token limit of an answer: a small model may repeat itself forever."""
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 LEAVE = ("/exit", "/quit")
 COMMANDS = ", ".join(("/clear", "/system TEXT", *LEAVE))
@@ -37,7 +37,7 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 def chat_parser() -> Parser:
-    """The flags of a server, and those of the conversation."""
+    """Parser with the flags of `serve` and the flags of the conversation."""
     parser = command_parser("gaudiserve chat", DESCRIPTION)
     add = parser.add_argument_group("Chat").add_argument
     add(
@@ -60,7 +60,7 @@ def chat_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Raises CheckpointError when there is no server to talk to."""
+    """Run the conversation. Raises CheckpointError if the server cannot be reached."""
     loaded = load(argv, default_model=NAMES[0], parser=chat_parser())
     loop = asyncio.new_event_loop()
     server = None
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 def _quiet(loaded: Loaded) -> Any:
-    """The settings of the server, which logs errors alone unless more is asked for."""
+    """Server settings that log only errors unless the user sets a log level."""
     if loaded.sources["log-level"][1] != DEFAULT:
         return loaded.server
     return dataclasses.replace(loaded.server, log_level="error")
@@ -89,7 +89,7 @@ def unknown_command(text: str) -> str:
 
 
 class _Terminal:
-    """The conversation, with what is read and written."""
+    """State of the conversation, with its input and output."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, loaded: Loaded, server: PrivateServer | None
@@ -121,7 +121,7 @@ class _Terminal:
         return 0
 
     def _turn(self) -> bool:
-        """One line of the user; False to leave."""
+        """Handle a line of the user; returns False to quit."""
         try:
             return self._take(input("> ").strip())
         except (EOFError, KeyboardInterrupt) as end:
@@ -129,7 +129,7 @@ class _Terminal:
             return isinstance(end, KeyboardInterrupt)
 
     def _take(self, text: str) -> bool:
-        """False to leave."""
+        """Handle a line; returns False to quit."""
         command, _, rest = text.partition(" ")
         if command == "/clear":
             self._begin(self._arguments.system_prompt)
@@ -161,11 +161,11 @@ class _Terminal:
             self._messages.append({"role": "system", "content": system_prompt})
 
     def _say(self, text: str) -> bool:
-        """Print the answer as it comes; False if there is none."""
+        """Print the answer as it arrives; returns False if there is no answer."""
         self._messages.append({"role": "user", "content": text})
         answer: list[str] = []
         stop = asyncio.Event()
-        # Not by KeyboardInterrupt, which may come anywhere in the event loop.
+        # KeyboardInterrupt is not used: it may be raised anywhere in the event loop.
         self._loop.add_signal_handler(signal.SIGINT, stop.set)
         try:
             self._loop.run_until_complete(self._print_until(stop, answer))
@@ -206,15 +206,15 @@ class _Terminal:
             print(NORMAL, end="")
 
     async def _max_tokens(self, body: dict[str, Any]) -> int:
-        """--max-tokens, or what the context leaves if that is less."""
+        """--max-tokens, or the rest of the context if that is smaller."""
         wanted: int = self._arguments.max_tokens
         try:
             counted = await self._client.call("POST", TOKENIZE_PATH, body)
             left = int(counted["max_model_len"]) - int(counted["count"])
         except (HttpFailure, KeyError, TypeError, ValueError):
-            # Another server, without this route.
+            # A server of another kind, without this route.
             return wanted
-        # Where nothing is left, the server says so.
+        # If no tokens are left, the server returns the error.
         return min(wanted, max(1, left))
 
     async def _deltas(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

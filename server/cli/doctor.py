@@ -9,7 +9,7 @@ from engine.reports.doctor import as_json, as_text, diagnose, this_machine
 
 
 def doctor_parser() -> Parser:
-    """The flags of the command, in addition to those of `serve`."""
+    """Parser with the flags of the command and the flags of `serve`."""
     parser = command_parser(
         "gaudiserve doctor",
         "Check whether a server with these flags can run on this machine.",

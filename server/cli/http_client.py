@@ -1,7 +1,7 @@
-"""A minimal HTTP/1.1 client for one server, over TCP, TLS or a Unix socket: JSON calls and event
+"""Minimal HTTP/1.1 client for a single server, over TCP, TLS or a Unix socket: JSON calls and event
 streams.
 
-A general client takes more time per event than a fast server needs to produce it. This one only
+A general client takes more time per event than a fast server needs to produce it. This client only
 splits bytes, so that the benchmark measures the server.
 """
 
@@ -24,7 +24,7 @@ UNIX = "unix:"
 
 
 class HttpFailure(Exception):
-    """A status other than 200, or a response that is not HTTP."""
+    """Response with a status other than 200, or a response that is not HTTP."""
 
 
 @dataclass(slots=True)
@@ -49,20 +49,20 @@ class _ResponseHead:
 
 
 class Answer(NamedTuple):
-    """Of any status."""
+    """Response with any status."""
 
     status: int
     fields: Mapping[str, str]
-    """The headers; names in lower case."""
+    """Headers; names in lower case."""
     content: bytes
 
 
 class MissingDone(HttpFailure):
-    """A stream that ended normally, but without [DONE]."""
+    """The stream ended normally, but without [DONE]."""
 
 
 class HttpClient:
-    """One server at `base_url`. Idle connections are reused."""
+    """HTTP client of the server at `base_url`. Reuses idle connections."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class HttpClient:
         api_key: str | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`base_url`: of HTTP or HTTPS, or unix: and a path."""
+        """`base_url`: an HTTP or HTTPS URL, or unix: and the path of a socket."""
         self._socket_path: str | None = None
         if base_url.startswith(UNIX):
             self._socket_path, base_url = base_url.removeprefix(UNIX), "http://localhost"
@@ -93,7 +93,7 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One JSON call. Raises HttpFailure with the server's message, or OSError."""
+        """Make a JSON call. Raises HttpFailure with the server's message, or OSError."""
         status, _, content = await self.ask(method, path, body)
         if status != 200:
             raise HttpFailure(f"{status}: {content[:300].decode(errors='replace')}")
@@ -103,7 +103,8 @@ class HttpClient:
             raise HttpFailure(f"{path} did not answer in JSON: {error}") from None
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """One call. Raises HttpFailure for what is no HTTP, or OSError."""
+        """Make a call; returns any status. Raises HttpFailure for a response that is not HTTP, or
+        OSError."""
         connection, head = await self._send(method, path, body)
         try:
             content = b"".join([piece async for piece in self._content(connection, head)])
@@ -114,10 +115,8 @@ class HttpClient:
         return Answer(head.status, head.fields, content)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
-        """The `data:` of each server-sent event as it arrives, without [DONE].
-
-        Raises HttpFailure when the status is not 200, MissingDone when there is no [DONE].
-        """
+        """The `data:` of each server-sent event as it arrives, without [DONE]. Raises HttpFailure
+        for a status other than 200, MissingDone if there is no [DONE]."""
         connection, head = await self._send("POST", path, body)
         is_done = False
         try:
@@ -166,7 +165,8 @@ class HttpClient:
             try:
                 return connection, await self._exchange(connection, request)
             except (OSError, EOFError):
-                # The server closed the idle connection; try the next one, or a new one.
+                # The server closed the idle connection; try the next idle connection, or a new
+                # connection.
                 connection.writer.close()
         connection = await self._connect()
         try:

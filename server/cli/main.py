@@ -1,4 +1,4 @@
-"""The command `gaudiserve`: dispatches to the subcommands.
+"""Command `gaudiserve`: dispatches to the subcommands.
 
 Each subcommand imports its modules when it runs, so that `--help` and `config` start fast.
 """
@@ -57,7 +57,7 @@ TEXTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 if it failed, 2 for a wrong setting, 130 for
+    """Run a command; returns the exit status: 0, 1 if it failed, 2 for an invalid setting, 130 for
     Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(text, end="")
             return 0
         if words[0].startswith("-"):
-            # The entry point of vLLM's images takes flags alone, which charts set as arguments.
+            # The entry point of vLLM's images gets only flags, which charts set as arguments.
             words.insert(0, "serve")
         return _command(words[0])(words[1:])
     except (CheckpointError, EngineDied) as error:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of stdout has closed it; the interpreter's last flush must not fail.
+        # The reader of stdout has closed the pipe; the flush at interpreter exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -121,7 +121,7 @@ def _serve(argv: list[str]) -> int:
 
 
 def log_spellings(loaded: Loaded) -> None:
-    """Log how vLLM's spellings were understood, and which of its flags have no effect."""
+    """Log how vLLM's spellings were translated, and which vLLM flags have no effect."""
     for note in loaded.notes:
         logger.warning("%s", note)
     if loaded.without_effect:
@@ -165,7 +165,7 @@ def _fetch_demo(argv: list[str]) -> int:
     from config.checkpoint.demo import NAMES
     from config.checkpoint.resolve import resolve
 
-    # resolve also converts it, so that the first start does not have to.
+    # resolve also converts the checkpoint, so that the first start is fast.
     print(resolve(NAMES[0]))
     return 0
 

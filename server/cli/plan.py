@@ -15,7 +15,7 @@ DEVICES = ("gaudi2", "gaudi3")
 
 
 def plan_parser() -> Parser:
-    """The flags of the command, in addition to those of `serve`, some of which they replace."""
+    """Parser with the flags of `serve` and the flags of the command, which may replace them."""
     parser = command_parser(
         "gaudiserve plan",
         "Estimate a model's memory on Gaudi cards from its config.json. Needs no card.",

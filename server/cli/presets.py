@@ -1,4 +1,4 @@
-"""`gaudiserve presets`: flags and output; and the preset that `serve` takes by itself."""
+"""`gaudiserve presets`: flags and output; and the preset that `serve` applies by default."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def presets_parser() -> Parser:
-    """The flags of the command, in addition to those of `serve`."""
+    """Parser with the flags of the command and the flags of `serve`."""
     parser = command_parser(
         "gaudiserve presets",
         "Print settings for a model on Gaudi cards as YAML for --config. Needs no card.",
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def as_yaml(preset: Preset) -> str:
-    """The settings as a file for --config, with the plan as comments."""
+    """Settings as a file for --config, with the plan in comments."""
     engines = preset.settings["data-parallel-size"]
     lines = [
         f"Computed by `gaudiserve presets`, not measured on a card: {preset.num_cards} cards, "
@@ -78,12 +78,11 @@ def _preset(engine: EngineConfig, device: str, num_cards: int) -> Preset:
 def with_preset(
     loaded: Loaded, argv: Sequence[str], cards: tuple[str | None, int] | None = None
 ) -> Loaded:
-    """`loaded` with the settings of a preset, where the device is a Gaudi and none of them was
-    given by flag, variable or file; one line of the log says what was done.
+    """Add the settings of a preset to `loaded` if the device is a Gaudi and no preset setting was
+    given by flag, variable or file. Logs a line with the settings.
 
-    `cards`: generation and number; None: the free ones of this machine. Without facts about cards
-    or model, and where the model does not fit, `loaded` stays as it is: the start has better
-    errors.
+    `cards`: generation and number; None: the free cards of this machine. Returns `loaded` unchanged
+    if the cards or the model are unknown or the model does not fit: the start has better errors.
     """
     is_given = any(loaded.sources[key][1] != DEFAULT for key in KEYS)
     if chosen_device(loaded.engine.device) != "hpu" or is_given:

@@ -1,4 +1,4 @@
-"""A server that only one command uses: on a Unix socket, in a process that ends with it."""
+"""Server for a single command: on a Unix socket, in a process that ends with the command."""
 
 import asyncio
 import dataclasses
@@ -19,14 +19,15 @@ STOP_S = 10.0
 
 
 class PrivateServerArgs(msgspec.Struct, frozen=True):
-    """Arguments of the process, whose entry is server/cli/start.py."""
+    """Arguments of the server process (entry point: server/cli/start.py)."""
 
     engine: EngineConfig
     server: ServerConfig
 
 
 class PrivateServer:
-    """Starts at once; answers at `url` after `wait_ready`."""
+    """Server process on a Unix socket for a command. Starts in the constructor; accepts requests at
+    `url` after `wait_ready`."""
 
     def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
         self._directory = SocketDirectory()
@@ -44,21 +45,21 @@ class PrivateServer:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Exit code; None while the server runs."""
         return self._child.poll()
 
     async def wait_ready(
         self, client: HttpClient, on_stage: Callable[[str], None] = lambda stage: None
     ) -> None:
-        """Wait until it answers; `on_stage` is told what it does. Raises EngineDied when it ends,
-        having said why."""
+        """Wait until the server is ready. `on_stage` gets the current stage of the start. Raises
+        EngineDied with the reason if the server exits."""
         while True:
             if self.exit_code is not None:
                 raise EngineDied(self._child.end.description)
             try:
                 answer = await client.ask("GET", "/ready")
             except (OSError, HttpFailure):
-                # It does not listen yet.
+                # The server does not listen yet.
                 answer = None
             if answer is not None and answer.status == 200:
                 return
@@ -67,7 +68,7 @@ class PrivateServer:
             await asyncio.sleep(POLL_S)
 
     def close(self) -> None:
-        """Stop it, and wait for its end."""
+        """Stop the server and wait for its exit."""
         self._child.close(STOP_S)
         self._directory.close()
 

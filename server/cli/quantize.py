@@ -1,5 +1,5 @@
-"""`gaudiserve quantize`: a checkpoint with quantized weights, made by llmcompressor, which vLLM and
-transformers read too."""
+"""`gaudiserve quantize`: quantize the weights of a checkpoint with llmcompressor, in a format that
+vLLM and transformers also read."""
 
 import importlib
 from concurrent.futures import ProcessPoolExecutor
@@ -21,26 +21,26 @@ LIBRARY = "llmcompressor"
 
 
 class Target(NamedTuple):
-    """A value of --to."""
+    """Quantization scheme, a value of --to."""
 
     scheme: str
-    """As compressed-tensors names it."""
+    """Name of the scheme in compressed-tensors."""
     modifier: str
-    """llmcompressor's class."""
+    """Class of the modifier in llmcompressor."""
     has_groups: bool
     text: str
     keeps_activations: bool = False
-    """Whether the scheme's activations are not to be quantized."""
+    """Whether activations stay unquantized although the scheme quantizes them."""
 
     calibrated: str | None = None
-    """llmcompressor's class for samples where it does not need them."""
+    """Modifier class if samples are given, for a scheme whose `modifier` needs no samples."""
 
     keeps_last_layer: bool = False
-    """Whether the last decoder layer stays as it is unless --all-layers is given."""
+    """Whether the last decoder layer stays unquantized unless --all-layers is given."""
 
     @property
     def needs_data(self) -> bool:
-        """Whether the weights depend on what the layers get as inputs."""
+        """Whether quantized weights depend on the inputs of the layers."""
         return self.modifier != PLAIN
 
     def modifier_of(self, *, has_data: bool) -> str:
@@ -74,7 +74,7 @@ TARGETS = {
 
 
 def quantize_parser() -> Parser:
-    """The flags of the command."""
+    """Parser with the flags of the command."""
     parser = Parser(
         prog="gaudiserve quantize",
         description="Write a checkpoint with quantized weights, in the format compressed-tensors, "
@@ -199,7 +199,7 @@ def _check_options(options: Any, target: Target) -> None:
 
 
 def _in_own_process(module: str, function: str, *arguments: Any, **named: Any) -> Any:
-    """Its memory is free afterwards, and what it imports is not loaded here."""
+    """Call `function` in a new process, so that its memory is freed and its imports stay there."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_call, module, function, *arguments, **named).result()
 
@@ -209,13 +209,13 @@ def _call(module: str, function: str, *arguments: Any, **named: Any) -> Any:
 
 
 def predictions(folder: str, text: str) -> Reading:
-    """Of the model in `folder` for `text`, in bfloat16."""
+    """Predictions of the model in `folder` for `text`, in bfloat16."""
     with LLM(folder, dtype="bfloat16", max_model_len=WINDOW + 1) as llm:
         return read(llm, text)
 
 
 def table(kind: str, source: str, output: str, before: Reading, after: Reading) -> str:
-    """Both models' size and perplexity."""
+    """Table with size and perplexity of both models."""
     rows = [("", "GB", "perplexity", "ratio", "same likeliest token")]
     for name, folder, reading in (("before", source, before), (kind, output, after)):
         size = sum(file.stat().st_size for file in weight_files(Path(folder)))

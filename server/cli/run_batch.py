@@ -1,4 +1,4 @@
-"""`gaudiserve run-batch`: flags, and the course of a batch."""
+"""`gaudiserve run-batch`: flags and execution of a batch."""
 
 import argparse
 import asyncio
@@ -33,7 +33,7 @@ BUSY = 503
 
 
 def batch_parser() -> Parser:
-    """The flags of a server, and those of the batch."""
+    """Parser with the flags of `serve` and the flags of the batch."""
     parser = command_parser("gaudiserve run-batch", DESCRIPTION)
     group = parser.add_argument_group("Batch")
     add = group.add_argument
@@ -56,8 +56,8 @@ def batch_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0 when each line is answered, errors included. Raises ConfigError for files that do
-    not fit each other, EngineDied when the server ends before."""
+    """Run the batch; returns 0 once each line has an answer, errors included. Raises ConfigError
+    for files that do not fit each other, EngineDied if the server exits early."""
     loaded = load(argv, default_model=NAMES[0], parser=batch_parser())
     arguments = loaded.arguments
     log.setup("run-batch", loaded.server.log)
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 
 def _unanswered(file: Path, output: BatchOutput) -> Iterator[BatchLine | InvalidLine]:
-    """The lines of the input that have no answer. The file is read as they are taken."""
+    """Input lines without an answer. The file is read lazily."""
     return (line for line in read_lines(file) if not output.has(line))
 
 
@@ -116,7 +116,7 @@ async def _answer_all(
     output: BatchOutput,
     num_at_once: int,
 ) -> None:
-    """All lines, `num_at_once` at a time; the first failure of the connection ends it."""
+    """Send all lines, `num_at_once` at a time; the first connection failure ends the batch."""
     bar = tqdm(desc="requests", unit="line", disable=None)
 
     async def work() -> None:
@@ -138,7 +138,7 @@ async def _answer_all(
 
 
 async def _ask(client: HttpClient, line: BatchLine) -> Answer:
-    """Asks again while the server has no room."""
+    """Send a line, and retry while the server is overloaded."""
     while True:
         answer = await client.ask("POST", line.url, line.body)
         if answer.status != BUSY:
@@ -147,7 +147,7 @@ async def _ask(client: HttpClient, line: BatchLine) -> Answer:
 
 
 def retry_s(retry_after: str) -> float:
-    """The time to wait that a Retry-After header asks for."""
+    """Seconds to wait by a Retry-After header."""
     is_number = retry_after.isascii() and retry_after.isdecimal()
     return min(float(retry_after), MAX_RETRY_S) if is_number else RETRY_S
 

@@ -1,4 +1,4 @@
-"""Texts and conversations in a file, for commands that run a model on them."""
+"""Texts and conversations from a file, for commands that run a model on samples."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,12 @@ from config.errors import ConfigError
 from config.json_text import parse_json
 
 Sample = str | list[dict[str, Any]]
-"""A text, or a conversation."""
+"""Text or conversation."""
 
 
 def read_samples(path: Path, most: int) -> list[Sample]:
-    """The first `most` of the file. Raises ConfigError with its line for what is no sample."""
+    """The first `most` samples of the file. Raises ConfigError, which names the line of an invalid
+    sample."""
     samples: list[Sample] = []
     try:
         with path.open(encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Starts a server that is configured: names, checkpoint, engines and API servers."""
+"""Start a configured server: names, checkpoint, engines and API servers."""
 
 import dataclasses
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Entry point of the process of a PrivateServer."""
-    # Ctrl-C in the command's terminal is for the command alone.
+    # Ctrl-C in the terminal is handled by the command, not by this process.
     os.setsid()
     args = read_orders(PrivateServerArgs)
     exit_with_parent()
@@ -55,7 +55,7 @@ def start(engine: EngineConfig, server: ServerConfig) -> int:
 
 
 def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
-    """As `resolve_checkpoint`. Raises CheckpointError."""
+    """Call `resolve_checkpoint` and turn ConfigError into CheckpointError."""
     try:
         return resolve_checkpoint(engine, server, report)
     except ConfigError as error:
@@ -73,15 +73,15 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
         keep_blocks=engine.quantization == "gguf",
         has_weights=engine.load_format != DUMMY,
         hf_overrides=engine.hf_overrides,
-        # Elsewhere the API server logs what is reported.
+        # Without a terminal, the API server logs the progress reports.
         progress=sys.stderr.isatty(),
         report=report,
         check=partial(check_model_config, engine),
     )
     check_checkpoint(engine, folder)
     if not server.skip_tokenizer_init:
-        # Here, where it has a progress report and can be stopped; API servers find it in the cache.
-        # Checked before any process is started.
+        # Resolve and check the tokenizer here, with progress reports and before any process starts.
+        # API servers find the tokenizer in the cache.
         found = tokenizer_folder(folder, Path(engine.cache_dir or cache_home()), report)
         check_tokenizer_file(found / "tokenizer.json")
     return folder

@@ -1,7 +1,8 @@
-"""`gaudiserve vllm-command`: writes a command `vllm` for scripts that call `vllm serve`.
+"""`gaudiserve vllm-command`: write a command `vllm` that runs gaudiserve, for scripts that call
+`vllm serve`.
 
-The written command is gaudiserve. It never hides a vLLM that is installed: nothing is written where
-there is one, and a vLLM that is installed later is run in place of gaudiserve.
+The command never hides an installed vLLM: it is not written if vLLM is installed, and it runs a
+vLLM that is installed later.
 """
 
 import os
@@ -63,7 +64,7 @@ def run() -> int:
 
 
 def installed(path: Path) -> str:
-    """The vLLM that `path` would hide; empty: there is none."""
+    """The vLLM that `path` would hide; empty: no vLLM is installed."""
     if is_installed(NAME):
         return "the package vllm"
     other = next(_commands(), path if path.exists() and not _is_ours(path) else None)
@@ -71,7 +72,7 @@ def installed(path: Path) -> str:
 
 
 def _commands() -> Iterator[Path]:
-    """The commands named vllm in PATH that are no file of ours."""
+    """Commands named vllm in PATH that gaudiserve did not write."""
     for folder in os.get_exec_path(dict(environment())):
         path = Path(folder) / NAME
         if path.is_file() and os.access(path, os.X_OK) and not _is_ours(path):

@@ -1,7 +1,7 @@
 """Counters and histograms of this process, and their sums over all API servers.
 
-prometheus_client's own take two locks for each value, a tenth of an API server's time with each
-token, and share values between processes by memory-mapped files that are chosen at import.
+Counters of prometheus_client take two locks per value, a tenth of an API server's time per token,
+and share values between processes by memory-mapped files that are chosen at import.
 """
 
 import bisect
@@ -18,11 +18,11 @@ from config.whole_files import write_whole
 Labels = tuple[str, ...]
 Values = list[float]
 Snapshot = dict[str, list[tuple[Labels, Values]]]
-"""By family: the labels and values of each series."""
+"""Labels and values of each series, by family."""
 
 
 class Counter:
-    """A sum. Not thread-safe."""
+    """Sum. Not thread-safe."""
 
     def __init__(self) -> None:
         self._sum = 0
@@ -36,7 +36,7 @@ class Counter:
 
 
 class Histogram:
-    """Counts by bucket, and a sum. Not thread-safe."""
+    """Counts by bucket, and the sum. Not thread-safe."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -50,12 +50,12 @@ class Histogram:
 
     @property
     def values(self) -> Values:
-        """The count of each bucket, not cumulative, and the sum."""
+        """Count of each bucket (not cumulative), and the sum."""
         return [*self._counts, self._sum]
 
 
 class CounterFamily:
-    """Counters that differ in their labels."""
+    """Counters with the same name and different labels."""
 
     def __init__(self, name: str, text: str, label_names: Sequence[str]) -> None:
         self._about = (name, text)
@@ -67,7 +67,7 @@ class CounterFamily:
         return self.series.setdefault(labels, Counter())
 
     def metric(self, values: Mapping[Labels, Values]) -> Metric:
-        """The family with `values`, for a metrics page."""
+        """Family for a metrics page, with `values`."""
         family = CounterMetricFamily(*self._about, labels=self._label_names)
         for labels, (total,) in values.items():
             family.add_metric(labels, total)
@@ -75,7 +75,7 @@ class CounterFamily:
 
 
 class HistogramFamily:
-    """Histograms that differ in their labels."""
+    """Histograms with the same name and different labels."""
 
     def __init__(
         self, name: str, text: str, label_names: Sequence[str], bounds: Sequence[float]
@@ -90,7 +90,7 @@ class HistogramFamily:
         return self.series.setdefault(labels, Histogram(self._bounds))
 
     def metric(self, values: Mapping[Labels, Values]) -> Metric:
-        """The family with `values`, for a metrics page."""
+        """Family for a metrics page, with `values`."""
         family = HistogramMetricFamily(*self._about, labels=self._label_names)
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         for labels, (*counts, total) in values.items():
@@ -100,13 +100,13 @@ class HistogramFamily:
 
 
 class Registry:
-    """All families of this process."""
+    """All metric families of this process."""
 
     def __init__(self) -> None:
         self._families: dict[str, CounterFamily | HistogramFamily] = {}
 
     def counter(self, name: str, text: str, label_names: Sequence[str]) -> CounterFamily:
-        """The family of counters with this name."""
+        """The counters `name`, created on first use."""
         family = self._families.setdefault(name, CounterFamily(name, text, label_names))
         assert isinstance(family, CounterFamily), f"{name} is a histogram"
         return family
@@ -114,13 +114,13 @@ class Registry:
     def histogram(
         self, name: str, text: str, label_names: Sequence[str], bounds: Sequence[float]
     ) -> HistogramFamily:
-        """The family of histograms with this name and these upper bounds of buckets."""
+        """The histograms `name`, created on first use; `bounds`: upper bounds of the buckets."""
         family = self._families.setdefault(name, HistogramFamily(name, text, label_names, bounds))
         assert isinstance(family, HistogramFamily), f"{name} is a counter"
         return family
 
     def snapshot(self) -> Snapshot:
-        """The values of all series."""
+        """Values of all series."""
         return {
             name: [(labels, series.values) for labels, series in family.series.items()]
             for name, family in self._families.items()
@@ -141,18 +141,17 @@ class Registry:
 
 
 class SharedSnapshots:
-    """A folder with the latest snapshot of each API server, in one file per server. The last one of
-    a server that died stays: counters of all servers together never go back."""
+    """Folder with the latest snapshot of each API server, a file per server. The last snapshot of a
+    dead server is kept, so that summed counters never decrease."""
 
     def __init__(self, folder: str, index: int, restart: int = 0) -> None:
-        """`index` is that of this API server, `restart` counts those that had it before."""
+        """`index`: index of this API server; `restart`: number of earlier servers with `index`."""
         self._folder = Path(folder)
         self._path = self._folder / f"{index}-{restart}.msgpack"
         self._published = b""
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Replace this server's snapshot, atomically; does nothing if it has not changed. Raises
-        OSError."""
+        """Replace this server's snapshot atomically, if it has changed. Raises OSError."""
         data = msgspec.msgpack.encode(snapshot)
         if data == self._published:
             return
@@ -160,7 +159,7 @@ class SharedSnapshots:
         self._published = data
 
     def others(self) -> list[Snapshot]:
-        """The snapshots of the other servers."""
+        """Snapshots of the other servers."""
         return [
             msgspec.msgpack.decode(path.read_bytes(), type=Snapshot)
             for path in sorted(self._folder.glob("*.msgpack"))

@@ -1,6 +1,6 @@
 """Metrics of the engines, from their latest stats.
 
-All API servers receive the same stats, so each can report them alone and nothing is counted twice.
+All API servers receive the same stats, so each API server reports the engines without summing.
 """
 
 import time
@@ -38,11 +38,11 @@ RANK_GAUGES = (
     ("total_bytes", "hpu_rank_memory_total_bytes", "Memory of a rank's device."),
     ("warmup_compilations", "hpu_rank_warmup_compilations", "Graphs that its warm-up compiled."),
 )
-"""(field of RankFacts, name, text): of all workers of an engine, if there are several."""
+"""Gauges per worker of an engine with several workers: (field of RankFacts, name, text)."""
 
 
 class EngineCollector:
-    """Creates the metric families at each scrape, each with the series of all engines."""
+    """Collector that builds the metric families at each scrape, with the series of all engines."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self._histograms = Registry()
@@ -52,7 +52,7 @@ class EngineCollector:
         ]
 
     def observe(self, engine: int, stats: EngineStats) -> None:
-        """Take the samples of one stats message of `engine`."""
+        """Take the samples of a stats message of `engine`."""
         self._engines[engine].observe(stats)
 
     def collect(self) -> Iterator[Metric]:
@@ -68,7 +68,7 @@ class EngineCollector:
 
 
 class _EngineMetrics:
-    """The metrics of one engine."""
+    """Metrics of an engine."""
 
     def __init__(self, engine: SingleEngineClient, labels: Labels, histograms: Registry) -> None:
         self._engine = engine
@@ -91,16 +91,16 @@ class _EngineMetrics:
         )
         self._compile_seconds = {stage: compile_seconds.labels(*labels, stage) for stage in STAGES}
         self._stats_s = time.monotonic()
-        """When the latest stats came."""
+        """Arrival time of the latest stats, time.monotonic."""
         self._compiled = dict.fromkeys(STAGES, (0, 0.0))
-        """By stage: number of observed compilations, and their seconds."""
+        """Number of observed compilations and their total seconds, by stage."""
         try:
             self._torch = version("torch")
         except PackageNotFoundError:
             self._torch = ""
 
     def observe(self, stats: EngineStats) -> None:
-        """Take the samples of one stats message."""
+        """Take the samples of a stats message."""
         self._stats_s = time.monotonic()
         for num_tokens in stats.step_tokens:
             self._iteration_tokens.observe(num_tokens)
@@ -110,8 +110,8 @@ class _EngineMetrics:
             self._observe_compilations(stage, stats)
 
     def _observe_compilations(self, stage: str, stats: EngineStats) -> None:
-        """Observe compilations since the last stats. Only the sum of their times is known: several
-        at once, as in warm-up, count as equally long."""
+        """Observe compilations since the last stats. The stats have only the sum of their times:
+        several compilations, as in the warm-up, count as equally long."""
         count = sum(stats.compilations.get(f"{phase}.{stage}", 0) for phase in PHASES)
         seconds = stats.compile_seconds.get(stage, 0.0)
         before, seconds_before = self._compiled[stage]
@@ -167,7 +167,7 @@ class _EngineMetrics:
         values: Mapping[Labels, float],
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
     ) -> Metric:
-        """A gauge for each of `values`, which are by the values of `label_names`."""
+        """Gauges with `values` by label values; `label_names` are their labels."""
         family = kind(name, text, labels=[*LABELS, *label_names])
         for labels, value in values.items():
             family.add_metric([*self._values, *labels], value)
@@ -186,7 +186,7 @@ class _EngineMetrics:
         yield self._gauge(
             "vllm:num_requests_waiting", "Sequences in the waiting queue.", stats.waiting
         )
-        # A stuck engine sends no stats: its requests go on waiting.
+        # A stuck engine sends no stats, and its requests keep waiting.
         silent_s = time.monotonic() - self._stats_s if stats.waiting else 0.0
         yield self._gauge(
             "gaudiserve:oldest_waiting_seconds",
@@ -277,7 +277,7 @@ class _EngineMetrics:
         )
 
     def _adapters(self, stats: EngineStats) -> Iterator[Metric]:
-        # As in vLLM: the value is the time, and the names are in the labels.
+        # Same format as vLLM: the value is the time, and the adapter names are in the labels.
         yield self._gauges(
             "vllm:lora_requests_info",
             "Adapters with running and with waiting requests; the value is the Unix time.",
@@ -356,14 +356,14 @@ class _EngineMetrics:
         yield self._counters(
             "hpu_padding_tokens", "Tokens computed as padding.", ("phase",), padding
         )
-        # The ratio of two counters, for dashboards that cannot divide.
+        # Ratio of two counters, for dashboards that cannot divide.
         yield self._gauges(
             "hpu_padding_ratio",
             "Share of the computed tokens that were padding, since the start.",
             ("phase",),
             {phase: padding[phase] / max(1, padding[phase] + useful[phase]) for phase in phases},
         )
-        # Counters of the device runtime; zero without one.
+        # Counters of the device runtime; zero without a device runtime.
         yield self._counters(
             "hpu_recompilations",
             "Compilations after warm-up that the device's runtime counted.",
@@ -427,7 +427,8 @@ class _EngineMetrics:
         )
 
     def _ranks(self, freed: Collection[str]) -> Iterator[Metric]:
-        """Of each worker, where several run one model. `freed`: the fields that a sleep makes 0."""
+        """Gauges per worker of a model with several workers. `freed`: fields that are 0 while the
+        engine sleeps."""
         ready = self._engine.ready
         ranks = () if ready is None else ready.ranks
         for field, name, text in RANK_GAUGES:

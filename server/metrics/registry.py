@@ -1,6 +1,6 @@
-"""The metrics of an API server, and the /metrics page.
+"""Metrics of an API server, and the /metrics page.
 
-Names are vLLM's: gateways, routers and dashboards have them built in.
+Names are the same as in vLLM: gateways, routers and dashboards expect them.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from server.metrics.engine import EngineCollector
 from server.metrics.requests import LABELS, RequestMetrics
 
 ENGINE = "0"
-"""The label of what is counted before an engine is chosen."""
+"""Engine label of counts before an engine is chosen."""
 REJECTIONS = ("queue_full", "not_ready", "max_ttft")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
@@ -37,10 +37,10 @@ _encode_open: Callable[..., bytes] = openmetrics.generate_latest
 
 
 class Metrics:
-    """Counts requests, and writes the page over all API servers.
+    """Counts requests and renders the metrics page of all API servers.
 
-    With a `shared_folder`, each of several API servers writes its counts to it by `publish`, which
-    must be called now and then, and any of them answers for all. Used on one thread.
+    If `shared_folder` is set, `publish` writes the counts of this API server to the folder and must
+    be called periodically; every API server renders the sum. Used on a single thread.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Metrics:
         index: int = 0,
         restart: int = 0,
     ) -> None:
-        """`index` is that of this API server, `restart` counts those that had it before."""
+        """`index`: index of this API server; `restart`: number of earlier servers with `index`."""
         self._model_name = model_name
         self._is_first = index == 0
         self._shared = None
@@ -62,10 +62,10 @@ class Metrics:
         self._engines = EngineCollector(client, model_name)
         engines = range(len(client.engines))
         self.requests = [RequestMetrics(self._registry, model_name, engine) for engine in engines]
-        """By the engine that has the request."""
+        """Request metrics by engine."""
         self._add_counters(engines)
         self._add_restarts(engines)
-        # Summed over all: each that took the place of another counts itself.
+        # Summed over all API servers: each replacement counts itself.
         self._registry.counter(
             "gaudiserve:api_server_restarts",
             "API servers that took the place of one that died.",
@@ -143,26 +143,26 @@ class Metrics:
         self._pauses = [pauses.labels(self._model_name, str(engine)) for engine in engines]
 
     def engine_lost(self, engine: int, *, has_poison: bool) -> None:
-        """An engine has died; with `has_poison` a sequence was ended since engines died over it."""
+        """Count a failed poison request of the crashed `engine` if `has_poison` is set."""
         self._poison[engine].inc(has_poison)
 
     def requests_resumed(self, engine: int, count: int) -> None:
-        """Count sequences that go on; `engine` is the one that died."""
+        """Count resumed sequences of the crashed `engine`."""
         self._resumed[engine].inc(count)
 
     def engine_restored(self, engine: int, seconds: float) -> None:
-        """Count a restart. All API servers see each of them, the first one counts it."""
+        """Count an engine restart. All API servers see it; only the first API server counts it."""
         if self._is_first:
             self._restarts[engine].inc()
             self._pauses[engine].observe(seconds)
 
     def add_sizes(self, max_model_len: int) -> None:
-        """Add the histograms whose buckets end at the context length, once that is known."""
+        """Add the histograms whose buckets end at the context length, once the length is known."""
         for requests in self.requests:
             requests.add_sizes(max_model_len)
 
     def observe_stats(self, engine: int, stats: EngineStats) -> None:
-        """Take the samples of an engine's stats message; call once for each message."""
+        """Take the samples of an engine's stats message; call it once per message."""
         self._engines.observe(engine, stats)
 
     def request_routed(self, engine: int, reason: str) -> None:
@@ -180,11 +180,11 @@ class Metrics:
         self._image_seconds.observe(seconds)
 
     def rejected(self, reason: str) -> None:
-        """Count a 503 response: one of REJECTIONS."""
+        """Count a 503 response; `reason` is in REJECTIONS."""
         self._rejections[reason].inc()
 
     def peer_rejected(self) -> None:
-        """Count a connection to an internal socket that did not present the launcher's token."""
+        """Count a connection to an internal socket without the launcher's token."""
         self._rejected_peers.inc()
 
     def http_answered(self, route: str, method: str, status: int, seconds: float) -> None:
@@ -199,13 +199,13 @@ class Metrics:
         duration.observe(seconds)
 
     def publish(self) -> None:
-        """Let the other API servers, if any, see the present counts. Raises OSError."""
+        """Publish the current counts to the other API servers, if any. Raises OSError."""
         if self._shared is not None:
             self._shared.publish(self._registry.snapshot())
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """The text of /metrics and its content type, in the format that `accept` prefers."""
-        # Another server that is scraped next then reports at least these counts.
+        """Text of /metrics and its content type, in the format that `accept` prefers."""
+        # Publish first: another server that is scraped next then reports at least these counts.
         with contextlib.suppress(OSError):
             self.publish()
         version = openmetrics_version(accept)
@@ -216,7 +216,7 @@ class Metrics:
         return body, f"{OPENMETRICS}; version={version}; charset=utf-8"
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, for prometheus_client's encoders."""
+        """All metrics, for the encoders of prometheus_client."""
         yield from self._registry.collect(() if self._shared is None else self._shared.others())
         yield from self._engines.collect()
 

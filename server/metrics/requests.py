@@ -1,4 +1,4 @@
-"""The metrics of the requests of one engine, counted by an API server."""
+"""Metrics of the requests of an engine, counted by an API server."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 TIMEOUT_STATES = ("waiting", "running")
 PRIORITIES = ("first", "default", "later")
 PREFIX_CACHES = ("vllm:prefix_cache", "vllm:gpu_prefix_cache")
-"""The name, and vLLM's former name, which routers and dashboards still read."""
+"""Current name, and vLLM's former name, which routers and dashboards still read."""
 
 _MINUTES = (160.0, 640.0, 2560.0)
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
@@ -21,7 +21,7 @@ REQUEST_S = (*_REQUEST_S, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 
 
 def counts_up_to(maximum: int) -> list[float]:
-    """1, 2, 5, 10, ... up to `maximum`."""
+    """Bucket bounds 1, 2, 5, 10, ... up to `maximum`."""
     steps: list[float] = []
     power = 1
     while True:
@@ -33,7 +33,7 @@ def counts_up_to(maximum: int) -> list[float]:
 
 
 class RequestMetrics:
-    """Counters and times of requests, with the labels of their engine. Used on one thread."""
+    """Counters and times of requests, labelled with their engine. Used on a single thread."""
 
     def __init__(self, registry: Registry, model_name: str, engine: int) -> None:
         self._registry = registry
@@ -59,7 +59,7 @@ class RequestMetrics:
         finished = self._registry.counter(
             "vllm:request_success", "Sequences that ended, by reason.", (*LABELS, "finished_reason")
         )
-        # Present from the first scrape on, so that a rate over them is never empty.
+        # Series exist from the first scrape on, so that a rate is never empty.
         self._finished = {
             reason: finished.labels(*self._labels, reason) for reason in FINISH_REASONS
         }
@@ -72,7 +72,7 @@ class RequestMetrics:
         self._timeouts = {state: timeouts.labels(*self._labels, state) for state in TIMEOUT_STATES}
 
     def timed_out(self, *, has_started: bool) -> None:
-        """Count a request that its timeout has ended."""
+        """Count a request that ended by its timeout."""
         self._timeouts[TIMEOUT_STATES[has_started]].inc()
 
     def waited(self, queue_s: float, priority: int) -> None:
@@ -115,7 +115,7 @@ class RequestMetrics:
         self.inference_time = times("request_inference_time", "Prefill and decode.", REQUEST_S)
 
     def add_sizes(self, max_model_len: int) -> None:
-        """Add the histograms whose buckets end at the context length, once that is known."""
+        """Add the histograms whose buckets end at the context length, once the length is known."""
         for name, text in (
             ("request_prompt_tokens", "Prompt tokens of a request."),
             ("request_generation_tokens", "Tokens generated for a sequence."),
@@ -127,9 +127,9 @@ class RequestMetrics:
             self._sizes[name] = self._histogram(f"vllm:{name}", text, counts_up_to(largest))
 
     def prompt_processed(self, num_tokens: int, num_cached: int) -> None:
-        """Count a request's prompt tokens, and how many of them were cached: once, whatever its n.
+        """Count the prompt tokens of a request and the cached tokens among them, once for any n.
 
-        The engine looks a prompt up for every choice, so its own count grows with n.
+        The engine's own count grows with n, since it looks up the prompt for every choice.
         """
         self._prompt_tokens.inc(num_tokens)
         self._cached_tokens.inc(num_cached)
@@ -138,7 +138,7 @@ class RequestMetrics:
             hits.inc(num_cached)
 
     def observe_size(self, name: str, value: int) -> None:
-        """Observe one request's `name`, e.g. request_prompt_tokens."""
+        """Observe `name` of a request, e.g. request_prompt_tokens."""
         self._sizes[name].observe(value)
 
     def sequence_ended(self, reason: str, count: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Loads the tracer where it is wanted: OpenTelemetry is an optional extra."""
+"""Load the tracer if it is configured: OpenTelemetry is an optional extra."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

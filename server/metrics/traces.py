@@ -1,6 +1,6 @@
 """OpenTelemetry traces of requests, sent over OTLP. Needs the extra `otel`.
 
-Attributes and the name of the request's span are vLLM's.
+Attributes and the span name of a request are the same as in vLLM.
 """
 
 import logging
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 HTTP_PATH = "/v1/traces"
 EXPORT_TIMEOUT_S = 5
 MAX_QUEUED_SPANS = 2048
-"""More are dropped."""
+"""Maximum queued spans; further spans are dropped."""
 FLUSH_S = 2.0
-"""At the end, for the spans that are queued."""
+"""Seconds to send queued spans at shutdown."""
 MAX_PATH = 200
 FAILED_REASONS = frozenset(("abort", "error"))
 
 
 class _Exporter(SpanExporter):
-    """Hands spans on, and logs one line when the collector becomes unreachable, and one when it
-    answers again."""
+    """Exports spans; logs a line when the collector becomes unreachable, and a line when it is
+    reachable again."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter = exporter
@@ -67,15 +67,13 @@ class _Exporter(SpanExporter):
 
 
 class Tracer:
-    """Makes a span of each request that ends, with children for queue, prefill and decode.
-
-    Spans are sent by a thread, in batches; a collector that cannot be reached costs no request
-    anything. Used on one thread.
-    """
+    """Makes a span for each request that ends, with child spans for queue, prefill and decode. A
+    thread sends the spans in batches; an unreachable collector does not delay requests. Used on a
+    single thread."""
 
     def __init__(self, endpoint: str, version: str) -> None:
-        """`endpoint`: URL of a collector: gRPC, or HTTP if its path ends in /v1/traces."""
-        # Its loggers repeat each failed attempt.
+        """`endpoint`: URL of a collector; gRPC, or HTTP if the path ends in /v1/traces."""
+        # The exporter's loggers repeat each failed attempt.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         exporter: SpanExporter
         if endpoint.rstrip("/").endswith(HTTP_PATH):
@@ -87,7 +85,7 @@ class Tracer:
         self._processor = BatchSpanProcessor(
             _Exporter(exporter, endpoint), max_queue_size=MAX_QUEUED_SPANS
         )
-        # OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES and OTEL_TRACES_SAMPLER are read by the SDK.
+        # The SDK reads OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES and OTEL_TRACES_SAMPLER.
         resource = Resource({"service.version": version}).merge(Resource.create())
         if str(resource.attributes["service.name"]).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "gaudiserve"}))
@@ -107,8 +105,8 @@ class Tracer:
         num_sequences: int,
         num_cached_tokens: int,
     ) -> None:
-        """Queue the spans of a request that has just ended. `sent_s`: when it was sent to the
-        engine, as time.perf_counter(). With `traceparent` in `headers` they belong to its trace."""
+        """Queue the spans of a request that has just ended. `sent_s`: time.perf_counter() when the
+        request was sent to the engine. A `traceparent` in `headers` sets the parent trace."""
         now_s, now_ns = time.perf_counter(), time.time_ns()
 
         def unix_ns(seconds: float) -> int:
@@ -167,7 +165,7 @@ class Tracer:
         span.end(now_ns)
 
     def close(self) -> None:
-        """Send what is queued, for FLUSH_S at most."""
+        """Send the queued spans within FLUSH_S."""
         closing = threading.Thread(target=self._processor.shutdown, daemon=True)
         closing.start()
         closing.join(FLUSH_S)

@@ -1,5 +1,5 @@
-"""Decodes the bytes of an image to RGB. To be called in an isolated process: the decoders are
-native code, and the bytes come from clients."""
+"""Decode the bytes of an image to RGB. Call it only in an isolated process: the decoders are native
+code, and the bytes come from clients."""
 
 import contextlib
 import io
@@ -16,11 +16,11 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 64 * 2**20
 """Maximum number of pixels of an image in the file."""
 KEPT_PIXELS = 16 * 2**20
-"""Maximum number of pixels of a decoded image: what the model that takes most would keep. A larger
-image is scaled down."""
+"""Maximum number of pixels of a decoded image, enough for every supported model. A larger image is
+scaled down."""
 MAX_SIDE = 65_535
 BAND_PIXELS = 2**20
-"""Pixels that are converted at once, so that a large image has no second copy."""
+"""Pixels converted at a time, so that a large image is not copied as a whole."""
 _ORIENTATION = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -31,21 +31,21 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""By orientation of the EXIF data."""
+"""Transposition by EXIF orientation."""
 _EIGHT_BITS = ((np.arange(65_536) + 128) // 257).astype(np.uint8)
-"""Values of 16 bits, divided by 257 and rounded."""
+"""16-bit values to 8 bits: divided by 257 and rounded."""
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The image as RGB with at most KEPT_PIXELS, turned as its EXIF data say, on white where it is
-    transparent; the first frame of an animated image. Raises BadImage."""
+    """Decode to RGB with at most KEPT_PIXELS, turned by the EXIF orientation, transparent areas on
+    white; the first frame of an animated image. Raises BadImage."""
     with _decoding():
         image = _opened(data)
         check_size(*image.size, max_pixels)
         check_opened(image, data)
         kept = _kept_size(*image.size)
         if kept != image.size:
-            # Only decoders of JPEG can scale.
+            # Only the JPEG decoder can scale.
             image.draft(image.mode, kept)
         image.load()
         turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
@@ -57,8 +57,8 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """Width and height of an image, which is not decoded. Raises BadImage, also for an image that
-    is too large."""
+    """Width and height of an image, without decoding it. Raises BadImage, also for an image that is
+    too large."""
     with _decoding():
         image = _opened(data)
         check_size(*image.size)
@@ -66,7 +66,7 @@ def size_of(data: bytes) -> tuple[int, int]:
 
 
 def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS) -> None:
-    """Raise BadImage for an image, or a frame, that is too large to be decoded, or empty."""
+    """Raise BadImage for an image or frame that is empty or too large to decode."""
     if width * height > max_pixels:
         raise BadImage(
             f"the image has {width} x {height} = {width * height} pixels, at most {max_pixels} are "
@@ -79,7 +79,7 @@ def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS) -> None:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """A copy of the image as RGB, on white where it is transparent."""
+    """Convert the image to RGB, transparent areas on white."""
     width, height = image.size
     rows = max(1, BAND_PIXELS // width)
     if rows >= height:
@@ -93,7 +93,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def _band_to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
-        # Pillow would cut the values off at 255.
+        # Pillow would clip the values at 255.
         values = np.asarray(image)
         if values.dtype != np.uint16:
             values = np.clip(values, 0, 65_535)
@@ -107,8 +107,8 @@ def _band_to_rgb(image: Image.Image) -> Image.Image:
 
 @contextlib.contextmanager
 def _decoding() -> Iterator[None]:
-    """Raises BadImage for what decoders raise. The process is one that decodes nothing else."""
-    # Sizes are checked before a pixel is decoded, and each chunk by Pillow itself.
+    """Turn exceptions of decoders into BadImage. Switches off the pixel limit of Pillow."""
+    # `check_size` runs before any pixel is decoded, and Pillow limits the size of each chunk.
     Image.MAX_IMAGE_PIXELS = None
     try:
         with warnings.catch_warnings():
@@ -130,7 +130,7 @@ def _opened(data: bytes) -> ImageFile.ImageFile:
 
 
 def _kept_size(width: int, height: int) -> tuple[int, int]:
-    """The size to which an image is scaled after decoding."""
+    """The size to which a decoded image is scaled."""
     if (pixels := width * height) <= KEPT_PIXELS:
         return width, height
     scale = math.sqrt(KEPT_PIXELS / pixels)

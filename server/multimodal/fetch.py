@@ -1,8 +1,8 @@
-"""Reads the bytes of an image or a video from the URL in a request: data:, https: and, where
+"""Read the bytes of an image or a video from the URL in a request: data:, https: and, where
 allowed, file:.
 
-A request must not reach what only this machine can: names are resolved here, once for each
-connection, and the connection goes to an address that was checked.
+Guards against server-side request forgery: each connection resolves the host name once here, checks
+the addresses, and connects to a checked address.
 """
 
 import asyncio
@@ -28,40 +28,40 @@ from server.multimodal.messages import IMAGE, VIDEO, Video
 from server.text.fair_slots import FairSlots
 
 MAX_IMAGE_BYTES = 20 * 2**20
-"""Of one file."""
+"""Maximum size of an image file."""
 MAX_VIDEO_BYTES = 64 * 2**20
 MAX_FRAMES = 768
-"""Of a data: URL of frames."""
+"""Maximum frames of a data: URL of frames."""
 MAX_FETCHES = 32
-"""At once, of all clients."""
+"""Maximum concurrent fetches of all clients."""
 MAX_FETCHES_PER_CLIENT = 8
 MAX_WAITING_FETCHES = 1024
 MAX_LOOKUPS = 16
-"""Look-ups of names at once: a look-up holds a thread until the resolver gives up."""
+"""Maximum concurrent name look-ups: a look-up holds a thread until the resolver gives up."""
 MAX_LOOKUPS_PER_CLIENT = 4
 MAX_REDIRECTS = 3
 MAX_HEADER_BYTES = 64 * 2**10
-"""Of a response, with what was read of its body."""
+"""Maximum bytes read of a response until its headers are complete."""
 MAX_INTERIM_RESPONSES = 8
-"""In front of a response: each is parsed on the event loop."""
+"""Maximum 1xx responses before the response: each is parsed on the event loop."""
 MIN_PIECE_BYTES = 64
-"""Minimum mean size of the pieces of a body, beyond its first FREE_PIECES: each is parsed on the
-event loop."""
+"""Minimum mean size of the pieces of a body, without counting the first FREE_PIECES: each piece is
+parsed on the event loop."""
 FREE_PIECES = 512
 PIECES_PER_TURN = 32
-"""After so many pieces the event loop answers others."""
+"""Pieces read before the fetch yields to the event loop."""
 READ_BYTES = 16 * 2**10
-"""Read of a connection at once."""
+"""Maximum bytes per read of a connection."""
 MAX_URL_CHARACTERS = 8192
 INLINE_CHARACTERS = 64 * 2**10
-"""Of a data: URL that the event loop decodes."""
+"""Maximum length of a data: URL that is decoded on the event loop; longer URLs use a thread."""
 PIECE_CHARACTERS = 256 * 2**10
-"""That are decoded at once; a multiple of 4."""
+"""Base64 characters decoded at a time; a multiple of 4."""
 _PIECE_BYTES = PIECE_CHARACTERS // 4 * 3
 ANY_DOMAIN = "*"
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif", "image/bmp")
 FRAMES_TYPE = "video/jpeg"
-"""The data are the base64 texts of pictures, with commas between them, as vLLM takes them."""
+"""Media type of a data: URL with comma-separated base64 frames, as in vLLM."""
 VIDEO_TYPES = (
     *("video/mp4", "video/webm", "video/quicktime", "video/x-matroska", "video/x-msvideo"),
     *("video/avi", FRAMES_TYPE, "image/gif", "image/webp", "image/png", "image/apng"),
@@ -69,7 +69,7 @@ VIDEO_TYPES = (
 _SHOWN = 60
 _PORT = 443
 _AZURE_WIRE_SERVER = ipaddress.ip_address("168.63.129.16")
-"""A public address that answers with secrets of the machine that asks."""
+"""Azure's public address that returns secrets of the requesting machine."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _SPECIAL = tuple(
     map(
@@ -77,14 +77,14 @@ _SPECIAL = tuple(
         ("192.88.99.0/24", "64:ff9b:1::/48", "3fff::/20", "5f00::/16"),
     )
 )
-"""Relays, translators, documentation and segment routing: some versions of Python take them for
-public."""
+"""Networks for relays, translators, documentation and segment routing, which some Python versions
+treat as public."""
 _ISATAP = (0x0000_5EFE, 0x0200_5EFE)
 """Bits 64 to 95 of an IPv6 address that ends with an IPv4 address (RFC 5214)."""
 
 Decoded = TypeVar("Decoded")
 Resolve = Callable[[str, int], Awaitable[list[str]]]
-"""The addresses of a host."""
+"""Resolves a host and port to addresses."""
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -93,7 +93,7 @@ class _Refused(Exception):
 
 
 class _Kind(NamedTuple):
-    """What is read."""
+    """Limits and media types of a kind of media."""
 
     noun: str
     types: tuple[str, ...]
@@ -102,8 +102,8 @@ class _Kind(NamedTuple):
 
 
 class SystemResolver:
-    """The system's resolver, on threads of its own: a name server that never answers holds none of
-    the threads that other work needs."""
+    """System resolver on a separate thread pool: a name server that never answers cannot block the
+    threads of other work."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="resolve")
@@ -131,9 +131,9 @@ class MediaFetcher:
         is_public: "Callable[[str], bool] | None" = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`allowed_domains`: hosts of https: URLs, "*" for all; without one nothing is fetched.
-        `allowed_local_path`: folder of file: URLs; empty: none are read. `resolve`, `is_public` and
-        `tls` stand for the network in tests."""
+        """`allowed_domains`: hosts of https: URLs; "*": all hosts; empty: https: is refused.
+        `allowed_local_path`: folder of file: URLs; empty: file: is refused. `resolve`, `is_public`
+        and `tls` replace the network in tests."""
         self._domains = frozenset(_host_name(domain) for domain in allowed_domains)
         self._local = Path(allowed_local_path).resolve() if allowed_local_path else None
         self._kinds = {
@@ -165,9 +165,9 @@ class MediaFetcher:
         *,
         client: str = "",
     ) -> bytes:
-        """The bytes behind `url`; an encoded Video if `kind` is VIDEO. Connections are shared
-        fairly among clients. Raises Overloaded, and UserError, which names the place `where` in
-        the request and nothing of what another server answered."""
+        """Read the bytes of `url`; returns an encoded Video if `kind` is VIDEO. Clients share the
+        connections fairly. Raises Overloaded, and UserError, which names the place `where` in the
+        request and reveals nothing about the response of another server."""
         try:
             if kind == VIDEO:
                 return await self._fetch_video(url, client)
@@ -197,7 +197,7 @@ class MediaFetcher:
                 f"the URL begins with {url[:_SHOWN].partition(':')[0]!r}, it must be a data: or "
                 "https: URL"
             )
-        # What is refused at once waits for no slot.
+        # Refuse bad URLs before waiting for a slot.
         self._check(url, kind)
         try:
             async with self._slots.hold(client):
@@ -224,8 +224,8 @@ class MediaFetcher:
         raise _Refused(f"the URL redirects more than {MAX_REDIRECTS} times")
 
     async def _look_up(self, client: str, host: str, port: int) -> list[str]:
-        """The addresses of a host. A look-up that began cannot be stopped, and holds its slot to
-        its end."""
+        """Resolve a host. A look-up that has begun cannot be stopped and holds its slot until it
+        ends."""
         has_begun = asyncio.Event()
 
         async def hold_and_resolve() -> list[str]:
@@ -245,7 +245,7 @@ class MediaFetcher:
             raise
 
     def _check(self, url: str, kind: _Kind) -> None:
-        """Raise _Refused unless the URL, of the request or of a redirect, may be fetched."""
+        """Raise _Refused unless the URL of the request or of a redirect may be fetched."""
         if not url.isascii():
             raise _Refused("the URL has characters that are not ASCII, it must encode them (%XX)")
         try:
@@ -313,7 +313,7 @@ class MediaFetcher:
             OSError,
             ValueError,  # a URL, or a Location, that is no URL
         ):
-            # What went wrong would tell about the network behind this server.
+            # The reason would reveal facts about the network of this server.
             raise _Refused(failed) from None
 
     def _local_bytes(self, url: str, kind: _Kind) -> bytes:
@@ -330,7 +330,7 @@ class MediaFetcher:
         if parts.netloc not in ("", "localhost") or not path.is_relative_to(self._local):
             raise _Refused("the file is not below --allowed-local-media-path")
         try:
-            # Not blocking: the path may name a pipe.
+            # O_NONBLOCK: the path may name a pipe.
             number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             with open(number, "rb") as file:
                 if not stat.S_ISREG(os.fstat(number).st_mode):
@@ -344,24 +344,24 @@ class MediaFetcher:
 
 
 class _TooMuch(Exception):
-    """A server sent more than it may."""
+    """A server exceeded a limit of `_Traffic`."""
 
 
 class _Traffic:
-    """Counts what a fetch reads of its connections."""
+    """Counts the bytes that a fetch reads from its connections."""
 
     def __init__(self, max_bytes: int) -> None:
         self._left = max_bytes
         self._head = b""
         self.is_body = False
-        """Set when the headers of a response were read."""
+        """True once the headers of the response are read."""
 
     def begin_response(self) -> None:
         """Expect the headers of a response."""
         self._head, self.is_body = b"", False
 
     def count(self, data: bytes) -> None:
-        """Raise _TooMuch if `data` exceed a limit."""
+        """Count received `data`. Raises _TooMuch if a limit is exceeded."""
         self._left -= len(data)
         if not self.is_body:
             self._head += data
@@ -374,7 +374,7 @@ class _Traffic:
 
 
 class _CountedStream(httpcore.AsyncNetworkStream):
-    """A connection whose reads are short and counted."""
+    """Connection whose reads are at most READ_BYTES and counted by `_Traffic`."""
 
     def __init__(self, stream: httpcore.AsyncNetworkStream, traffic: _Traffic) -> None:
         self._stream = stream
@@ -405,8 +405,8 @@ class _CountedStream(httpcore.AsyncNetworkStream):
 
 
 class _CheckedBackend(httpcore.AsyncNetworkBackend):
-    """Connects to public addresses only. A name is resolved here and its address connected to, so
-    that no second look-up can give another address."""
+    """Connects only to public addresses. It resolves the name once and connects to the checked
+    address (no DNS rebinding)."""
 
     def __init__(
         self, resolve: Resolve, is_public: Callable[[str], bool], traffic: _Traffic
@@ -425,7 +425,7 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
         addresses = await self._resolve(host, port)
-        # One private address among public ones is refused too: an attacker chooses their order.
+        # A single private address is enough to refuse: an attacker chooses the order of addresses.
         if not addresses or not all(map(self._is_public, addresses)):
             raise _Refused("the URL's host has an address that is not public")
         stream = await self._real.connect_tcp(addresses[0], port, timeout, local_address)
@@ -439,7 +439,7 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
 
 
 def is_public_address(text: str) -> bool:
-    """Whether an address, as a resolver gives it, belongs to a host of the public internet."""
+    """Whether a resolved address belongs to the public internet."""
     try:
         address: Address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -458,7 +458,7 @@ def is_public_address(text: str) -> bool:
 
 
 def _embedded(address: Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address that an IPv6 one leads to."""
+    """The IPv4 address embedded in an IPv6 address (NAT64, ISATAP, Teredo, mapped, 6to4)."""
     if isinstance(address, ipaddress.IPv4Address):
         return None
     if address in _NAT64 or int(address) >> 32 & 0xFFFF_FFFF in _ISATAP:
@@ -473,7 +473,7 @@ def _host_name(text: str) -> str:
 
 
 async def _aside(url: str, decode: Callable[[], Decoded]) -> Decoded:
-    """What `decode` gives, on a thread if the URL is long: the event loop answers others."""
+    """Call `decode`, on a thread if the URL is long, so that it does not block the event loop."""
     return decode() if len(url) <= INLINE_CHARACTERS else await asyncio.to_thread(decode)
 
 
@@ -490,7 +490,7 @@ def _frames(url: str, kind: _Kind) -> list[bytes]:
 
 
 def _data_text(url: str, kind: _Kind) -> str:
-    """What follows the head."""
+    """The base64 text of a data: URL. Raises _Refused for a wrong media type or encoding."""
     head, comma, data = url.partition(",")
     form = f"it must be data:{kind.types[0]};base64,..."
     if not comma:
@@ -513,11 +513,11 @@ def _check_size(text: str, kind: _Kind) -> None:
 
 
 def _decode_base64(text: str, kind: _Kind) -> bytes:
-    """The bytes of a base64 text."""
+    """Decode a base64 text. Raises _Refused if it is invalid, empty or too large."""
     _check_size(text, kind)
     pieces: list[bytes] = []
     try:
-        # A call holds the interpreter's lock until it ends.
+        # A decoding call holds the GIL until it ends.
         for start in range(0, len(text), PIECE_CHARACTERS):
             if pieces and len(pieces[-1]) < _PIECE_BYTES:
                 raise binascii.Error("padding before the end")

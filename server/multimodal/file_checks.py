@@ -1,4 +1,4 @@
-"""Checks the structure of image files for what makes a decoder work long on few bytes."""
+"""Check image files for structures that make a decoder work long on few bytes."""
 
 import struct
 
@@ -17,11 +17,11 @@ MAX_EXIF_BYTES = 65_536
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _START_OF_SCAN = b"\xff\xda"
-"""Compressed data of a JPEG never hold it; an embedded preview does."""
+"""Marker of a scan. Compressed data of a JPEG never contain it; an embedded preview does."""
 
 
 class BadImage(Exception):
-    """The bytes are no image that is served; the text says why."""
+    """The image or video is not accepted; the message says why."""
 
 
 def check_file(data: bytes) -> None:

@@ -1,5 +1,5 @@
-"""Decodes images and videos and preprocesses them with the image processor of transformers that a
-checkpoint names. For an isolated process only: it imports transformers."""
+"""Decode images and videos, and preprocess them with the checkpoint's transformers image processor.
+Import this module only in the isolated process: it imports transformers."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -27,22 +27,22 @@ INPUTS = (
     *("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask"),
     *("aspect_ratio_ids", "aspect_ratio_mask", "image_pixel_values", "image_attention_mask"),
 )
-"""Arguments of the towers; what else a processor gives, only the prompt's text needs."""
+"""Processor outputs that vision towers take. Only the prompt text needs the other outputs."""
 OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Callable[..., Any]]] = {
     "llama4": Llama4ImageProcessor,
     "phi4_multimodal": Phi4ImageProcessor,
 }
-"""By model_type: in place of those of transformers that need torchvision."""
+"""Image processors by model_type, where the transformers class needs torchvision."""
 _SHOWN = 200
 MAX_RATIO = 200
-"""Maximum ratio of the sides of an image: some processors scale the shorter side to a fixed length,
-which would make a long strip thousands of times larger."""
+"""Maximum aspect ratio of an image: some processors scale the shorter side to a fixed length, which
+would enlarge a long strip thousands of times."""
 WARM_UP_PIXELS = 224
-"""On each side of the image that is processed at the start."""
+"""Height and width of the image that is processed at the start."""
 
 
 class ImageProcessor:
-    """The image processor of one checkpoint, and the form of its prompts."""
+    """Image processor and PromptForm of a checkpoint."""
 
     def __init__(self, setup: Setup) -> None:
         """Raises ConfigError."""
@@ -52,7 +52,7 @@ class ImageProcessor:
         self._size = video_size(files, setup.options)
         form = None if setup.is_unlisted else prompt_form(files)
         self._processor: Callable[..., Any] = _image_processor(folder, files, setup.options)
-        # Of an unknown model all that is numbers may be an argument of its tower.
+        # Unlisted model: every numeric output may be an argument of its vision tower.
         self._inputs: Sequence[str] = INPUTS if form is not None else ()
         if form is None:
             form = self._processor = OwnProcessor(setup.folder, files, self._processor)
@@ -79,13 +79,13 @@ class ImageProcessor:
         return msgspec.msgpack.encode(answer)
 
     def warm_up(self) -> None:
-        """Process one image, so that forks of this process find imported what needs to be."""
+        """Process an image, so that forks of this process have all modules imported."""
         file = io.BytesIO()
         Image.new("RGB", (WARM_UP_PIXELS, WARM_UP_PIXELS)).save(file, "PNG")
         self.call(IMAGE + file.getvalue())
 
     def process(self, image: Image.Image) -> Answer:
-        """Preprocess an RGB image. Raises BadImage if the processor does not take the image."""
+        """Preprocess an RGB image. Raises BadImage if the processor rejects the image."""
         _check_ratio(image)
         try:
             arrays = self._processor(images=[image], return_tensors="np", **self._options)
@@ -158,7 +158,7 @@ def _image_processor(
 
 
 def video_size(files: ProcessorFiles, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument `size` of the image processor for frames of videos."""
+    """The argument `size` of the image processor for video frames; empty: no size is set."""
     given = {**files.video_processor, **options}
     size = dict(given.get("size") or {})
     for name, other in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):

@@ -1,4 +1,4 @@
-"""ImageInputs: from the images and videos of a request to what its prompt needs."""
+"""ImageInputs: load and preprocess the images and videos of a request."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class ImageInputs:
-    """Reads and preprocesses the images and videos of requests. For one event loop."""
+    """Reads and preprocesses the images and videos of requests. Used on a single event loop."""
 
     def __init__(
         self,
@@ -27,9 +27,9 @@ class ImageInputs:
         fetcher: MediaFetcher,
         limits: Mapping[bytes, int],
     ) -> None:
-        """`limits`: of images and of videos of a prompt."""
+        """`limits`: maximum images and maximum videos of a prompt, by kind."""
         self.token_ids = {vision.image_token_id}
-        """Those that take the rows of embeddings."""
+        """Placeholder tokens of image and video embeddings."""
         if vision.video_token_id is not None and VIDEO in preprocessor.marks:
             self.token_ids.add(vision.video_token_id)
         self.preprocessor = preprocessor
@@ -38,7 +38,7 @@ class ImageInputs:
 
     @property
     def marks(self) -> Mapping[bytes, str]:
-        """What the chat template writes for each kind that the model takes."""
+        """Text that the chat template writes, by kind that the model takes."""
         return self.preprocessor.marks
 
     async def load(
@@ -49,9 +49,9 @@ class ImageInputs:
         client: str = "",
         param: str = "messages",
     ) -> list[ProcessedImage]:
-        """The images and videos, in their order; equal sources are loaded once. `owner` sent the
-        images that are given by a uuid alone; fetches and processing are shared fairly among
-        clients. Raises UserError and Overloaded."""
+        """Load the images and videos, in order; equal sources are loaded once. An image that is
+        given only by a uuid must have been sent by `owner` before. Clients share fetches and
+        processing fairly. Raises UserError and Overloaded."""
         check_count(sources, self._limits, param)
         loading: dict[MediaSource, asyncio.Future[ProcessedImage]] = {}
         equal = [replace(source, where="") for source in sources]
@@ -99,9 +99,12 @@ class ImageInputs:
 def make_image_inputs(
     folder: str, vision: VisionFacts, config: ServerConfig, tokenizer: Tokenizer
 ) -> ImageInputs | None:
-    """Those of a checkpoint. Texts of messages cannot become images afterwards. Blocks for seconds.
-    None, which is logged, where transformers' processor of a model that is in no list of ours
-    cannot be used. Raises ConfigError."""
+    """Make the ImageInputs of a checkpoint, and protect the image tokens and marks in `tokenizer`:
+    text of messages is never tokenized to them. Blocks for seconds.
+
+    Returns None and logs a warning if the model is unlisted and its transformers processor cannot
+    be used. Raises ConfigError.
+    """
     image_token = tokenizer.token(vision.image_token_id)
     if image_token is None:
         raise ConfigError(

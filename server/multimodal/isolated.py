@@ -1,7 +1,7 @@
-"""The process in which the bytes of images and videos become inputs of a model.
+"""Isolated process that turns the bytes of images and videos into model inputs.
 
-engine/process/isolation.py calls `prepare` in a process of its own, and each image is processed in
-a fork of it: a decoder that crashes, hangs or grows ends one request.
+engine/process/isolation.py calls `prepare` in a separate process and forks it for each image: a
+decoder that crashes, hangs or uses too much memory fails only its request.
 """
 
 import importlib
@@ -15,14 +15,14 @@ from server.multimodal.messages import ImageFacts, Setup
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """The call: IMAGE or VIDEO and what follows them to an Answer; no bytes to the ImageFacts."""
-    # transformers imports torch where it finds it: seconds, and 200 MB, which no image needs.
+    """Return the call: IMAGE or VIDEO with its content to an Answer, empty bytes to ImageFacts."""
+    # transformers imports torch if it is installed: seconds and 200 MB that images do not need.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # absent, to the import system
     module = importlib.import_module("server.multimodal.image_processor")
     try:
         processor = module.ImageProcessor(msgspec.msgpack.decode(setup, type=Setup))
     except ConfigError as error:
-        # Reported at the start, when the facts are asked for.
+        # The server reads the facts at the start and reports the error.
         facts = msgspec.msgpack.encode(ImageFacts(error=str(error)))
         return lambda data: facts
     processor.warm_up()

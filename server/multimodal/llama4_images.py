@@ -1,5 +1,5 @@
-"""Preprocesses images as Llama4ImageProcessor of transformers does, which needs torchvision: tiles
-of one size on the canvas that fits best, and behind them the whole image as one tile."""
+"""Port of transformers' Llama4ImageProcessor without torchvision: tiles of equal size on the canvas
+that fits best, then the whole image as a tile."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,13 @@ class Llama4ImageProcessor:
         self._canvases = canvases(int(fields.get("max_patches", 16)), self._side)
 
     def __call__(self, images: Sequence[Image.Image], **options: Any) -> dict[str, Any]:
-        """pixel_values (tiles, 3, side, side) of one image, and its rows and columns of tiles."""
+        """Preprocess an image to pixel_values (tiles, 3, side, side) and aspect_ratios, the number
+        of rows and columns of tiles."""
         (image,) = images
         canvas = best_fit((image.height, image.width), self._canvases, to_max=self._to_max)
         target = canvas
         if not self._to_max:
-            # A small image is not blown up beyond a tile.
+            # An image smaller than a tile is scaled up to at most a tile.
             target = (
                 min(max(image.height, self._side), canvas[0]),
                 min(max(image.width, self._side), canvas[1]),
@@ -58,7 +59,7 @@ class Llama4ImageProcessor:
 
 
 def canvases(max_tiles: int, side: int) -> list[Size]:
-    """All sizes of up to `max_tiles` tiles, those of one aspect ratio together."""
+    """All canvas sizes of up to `max_tiles` tiles, grouped by aspect ratio."""
     by_ratio: dict[float, list[Size]] = {}
     for count in range(max_tiles, 0, -1):
         for rows in (one for one in range(1, count + 1) if count % one == 0):
@@ -68,8 +69,8 @@ def canvases(max_tiles: int, side: int) -> list[Size]:
 
 
 def best_fit(size: Size, choices: Sequence[Size], *, to_max: bool) -> Size:
-    """The canvas on which an image is scaled up least, or else down least; `to_max`: up most. The
-    smallest of several."""
+    """The canvas with the smallest scale of at least 1, or the largest scale if all are below 1 or
+    with `to_max`. Ties go to the smallest canvas."""
     sides = np.array(choices, np.float32)
     scales = np.min(sides / np.array(size, np.float32), axis=1)
     larger = scales[scales >= 1]
@@ -81,7 +82,7 @@ def best_fit(size: Size, choices: Sequence[Size], *, to_max: bool) -> Size:
 
 
 def fitted(size: Size, target: Size) -> Size:
-    """The largest size within `target` of the same aspect ratio."""
+    """The largest size within `target` that keeps the aspect ratio."""
     (height, width), (most_height, most_width) = size, target
     by_height, by_width = most_height / height, most_width / width
     if by_width < by_height:

@@ -1,4 +1,4 @@
-"""What an API server sends to the process that decodes images and videos, and what comes back."""
+"""Messages between an API server and the isolated process that decodes images and videos."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from engine.transport.messages import InputTensor
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What the process needs to know."""
+    """Settings of the process."""
 
     folder: str
     image_token: str
@@ -16,51 +16,51 @@ class Setup(msgspec.Struct, frozen=True):
     """--mm-processor-kwargs."""
     video_token: str = ""
     num_frames: int = 32
-    """Maximum number that is read of a video; -1: none."""
+    """Maximum frames sampled from a video; -1: no limit but MAX_FRAMES (video.py)."""
     fps: float = -1
-    """Likewise, of a second of it."""
+    """Maximum frames sampled per second of a video; -1: no limit."""
     is_unlisted: bool = False
-    """As VisionFacts has it."""
+    """VisionFacts.is_unlisted: use transformers' own processor class of the model."""
 
 
 class ImageFacts(msgspec.Struct, frozen=True):
-    """What requests must know before their first image."""
+    """Facts of the model's image processor, read once at the start."""
 
     mark: str = ""
-    """What the chat template writes for an image."""
+    """Text that the chat template writes for an image."""
     video_mark: str = ""
-    """For a video; empty: the model takes none."""
+    """Text that the chat template writes for a video; empty: the model takes no videos."""
     error: str = ""
-    """Why no image can be processed."""
+    """Error of the start, if the image processor cannot be used."""
 
 
 IMAGE, VIDEO = b"i", b"v"
-"""First byte of a call: the bytes of an image follow, or a Video."""
+"""First byte of a call: IMAGE precedes the bytes of an image file, VIDEO an encoded Video."""
 
 
 class Video(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A video as a request has it."""
+    """Video of a request: a file, or a list of frames."""
 
     data: bytes = b""
-    """The file."""
+    """Video file; empty if `frames` is given."""
     frames: list[bytes] = []
-    """In its place, the files of its frames."""
+    """Image files of the frames, instead of `data`."""
     fps: float = 0
-    """How many of `frames` a second has; 0: unknown."""
+    """Frames per second of `frames`; 0: unknown."""
 
 
 class Answer(msgspec.Struct, array_like=True, omit_defaults=True):
-    """An image for the vision tower, or why there is none. A video is an image with several
-    times in its grid."""
+    """Inputs of the vision tower, or an error. A video is an image with several time steps in its
+    grid."""
 
     error: str = ""
     size: tuple[int, int] = (0, 0)
-    """Width and height, as decoded."""
+    """Width and height of the decoded image."""
     text: str = ""
-    """What takes the mark's place in the prompt."""
+    """Text that replaces the mark in the prompt."""
     grid: tuple[int, int, int] = (0, 0, 0)
     tensors: list[InputTensor] = []
     time_step: float = 1.0
-    """As ImagePlacement has it."""
+    """ImagePlacement.time_step."""
     num_rows: int = 0
-    """As PromptForm.num_rows."""
+    """PromptForm.num_rows."""

@@ -1,5 +1,5 @@
-"""The image processor and the prompts of a model that is in no list of ours: transformers' own
-processor of it, which preprocesses images and writes what takes the place of the mark."""
+"""Image processor and PromptForm of an unlisted model: transformers' own processor class
+preprocesses the image and writes the text that replaces the mark."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ from config.errors import ConfigError
 from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 TEXT = "text of the image"
-"""Among the arrays: a str."""
+"""Key in the arrays with the replacement text, a str."""
 OFFSETS = "text_replacement_offsets"
 TRIAL_PIXELS = 224
-"""On each side of the image that is processed at the start."""
+"""Height and width of the image that is processed at the start."""
 PARTS = ("image_processor", "tokenizer", "video_processor", "feature_extractor", "kwargs")
-"""Arguments of processors that are no fields of a checkpoint's files."""
+"""Arguments of processors that are not read from a checkpoint's files."""
 
 
 class OwnProcessor(NoGrid):
-    """Called like an image processor, for one image; and a PromptForm of what it gives."""
+    """Image processor for a single image, and the PromptForm for its output."""
 
     def __init__(
         self, folder: str, files: ProcessorFiles, image_processor: Callable[..., Any]
@@ -46,11 +46,11 @@ class OwnProcessor(NoGrid):
             ) from error
 
     def __call__(self, images: Sequence[Image.Image], **options: Any) -> Arrays:
-        """The arguments of the tower, and TEXT."""
+        """Return the arguments of the vision tower, and the replacement text as TEXT."""
         given = {"return_text_replacement_offsets": True, "add_special_tokens": False}
         output = self._processor(images=list(images), text=[self.mark], **given, **options)
         found = dict(output)
-        # Some do not say it, and write to the text around as well.
+        # Some processors report no offsets, and also change the text around the mark.
         if OFFSETS not in found:
             raise ValueError("it does not say what takes the place of the mark of an image")
         ((replacement,),) = found.pop(OFFSETS)
@@ -76,7 +76,7 @@ def _processor_class(files: ProcessorFiles) -> Any:
         )
 
     class WithoutVideos(kind):  # type: ignore[misc]
-        """Processors of videos need torchvision, and none is given."""
+        """Accepts None for the video processor, which would need torchvision."""
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if argument is None:

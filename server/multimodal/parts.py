@@ -1,4 +1,4 @@
-"""Finds the images and videos in the messages of a chat, and puts them into its prompt."""
+"""Extract images and videos from chat messages, and place them in the tokenized prompt."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -18,12 +18,12 @@ KINDS: Mapping[str, bytes] = {
     **dict.fromkeys(IMAGE_TYPES, IMAGE),
     **dict.fromkeys(VIDEO_TYPES, VIDEO),
 }
-"""By the type of a content part."""
+"""IMAGE or VIDEO by the type of a content part."""
 _FIELDS = {IMAGE: ("image_url", "image", "url"), VIDEO: ("video_url", "video", "url")}
-"""Where its URL is. The last two names are those of transformers."""
+"""Fields of a content part that may hold the URL. The last two are names of transformers."""
 _NOUNS = {IMAGE: "images", VIDEO: "videos"}
 PART_TYPES = {IMAGE: "image_url", VIDEO: "video_url"}
-"""Of the types in KINDS, those that errors name."""
+"""Content part types that error messages name."""
 MAX_UUID_CHARACTERS = 200
 _DETAILS = ("auto", "low", "high", "original")
 _SHOWN = 40
@@ -32,15 +32,15 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class MediaSource:
-    """Where a request has an image or a video, and where its bytes are."""
+    """Source of an image or a video: its place in the request, and its URL, bytes or uuid."""
 
     where: str
-    """messages[0].content[1]"""
+    """Place in the request for errors, such as messages[0].content[1]."""
     url: str = ""
     data: bytes | None = None
-    """The bytes themselves, offline; of a video an encoded Video."""
+    """Bytes of an offline call; an encoded Video for a video."""
     uuid: str = ""
-    """The client's name for it; without url or data: an image that it sent before."""
+    """Name that the client gave; without url or data: an image that the client sent before."""
     kind: bytes = IMAGE
 
 
@@ -73,7 +73,7 @@ def media_source(part: Mapping[str, Any], where: str, param: str = "messages") -
 
 
 def wrong_type(given: str, where: str, taken: Sequence[str], param: str = "messages") -> UserError:
-    """The error for a content part of type `given`, where the model takes the types `taken`."""
+    """The error for a content part of type `given` in a place that takes the types `taken`."""
     *most, last = taken
     listed = f"{', '.join(most)} and {last}" if most else last
     return UserError(
@@ -83,8 +83,10 @@ def wrong_type(given: str, where: str, taken: Sequence[str], param: str = "messa
 
 
 def take_media(messages: Sequence[Any]) -> tuple[list[Message], list[MediaSource]]:
-    """Messages with each image as {"type": "image"} and each video as {"type": "video"}, as
-    templates expect it, and their sources in order. Raises UserError."""
+    """Replace images by {"type": "image"} and videos by {"type": "video"}, which templates expect.
+
+    Returns the messages, and the sources in order. Raises UserError.
+    """
     taken, sources = [], []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else None
@@ -104,7 +106,7 @@ def take_media(messages: Sequence[Any]) -> tuple[list[Message], list[MediaSource
 def check_count(
     sources: Sequence[MediaSource], limits: Mapping[bytes, int], param: str = "messages"
 ) -> None:
-    """Raise UserError for more images or videos than a prompt may have."""
+    """Raise UserError if a prompt has more images or videos than `limits` allow."""
     for kind, limit in limits.items():
         count = sum(source.kind == kind for source in sources)
         if count > limit:
@@ -121,8 +123,8 @@ def with_image_texts(
     images: Sequence[ProcessedImage],
     param: str = "messages",
 ) -> str:
-    """`prompt` with the text of each image or video in place of its mark. Raises UserError unless
-    there is a mark for each, in order. In texts of the caller marks are split, see
+    """Replace each mark in `prompt` by the text of its image or video. Raises UserError unless
+    marks and images agree in number and order. Marks in text of the caller are split before, see
     server/text/control_tokens.py."""
     kinds = {mark: kind for kind, mark in marks.items()}
     found = list(re.finditer("|".join(map(re.escape, kinds)), prompt))
@@ -149,8 +151,8 @@ def with_image_texts(
 def in_order_of_marks(
     prompt: str, marks: Mapping[bytes, str], images: Sequence[ProcessedImage]
 ) -> list[ProcessedImage]:
-    """`images`, which are given by kind, in the order in which a prompt has their marks. Those that
-    have none are last."""
+    """Sort `images` by their marks in a prompt. In `images`, images and videos each have the order
+    of their marks. Images without a mark come last."""
     left = {kind: [image for image in images if image.kind == kind] for kind in marks}
     kinds = {mark: kind for kind, mark in marks.items()}
     matches = re.finditer("|".join(map(re.escape, kinds)), prompt)
@@ -161,19 +163,19 @@ def in_order_of_marks(
 
 @dataclass(frozen=True, slots=True)
 class PromptImages:
-    """The images of a prompt, as the engine takes them."""
+    """Images of a prompt in the messages of the engine."""
 
     placements: list[ImagePlacement]
     encoded: list[EncodedImage]
-    """Each content once."""
+    """Encoder inputs; equal images appear once."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total size of the tensors."""
         return sum(tensor.data.nbytes for image in self.encoded for tensor in image.tensors)
 
     def salted(self, salt: str) -> "PromptImages":
-        """With contents that no request with another salt has."""
+        """Mix the cache salt into the hashes: requests with different salts share no embeddings."""
         names = {
             image.content: sha256(
                 len(salt).to_bytes(8, "little") + salt.encode() + image.content
@@ -192,8 +194,8 @@ def place_images(
     images: Sequence[ProcessedImage],
     param: str,
 ) -> PromptImages:
-    """Where a tokenized prompt has its images and videos. Raises UserError if their tokens do not
-    agree."""
+    """Find the placeholder tokens of images and videos in a tokenized prompt. Raises UserError if
+    the prompt and the images disagree in the number of tokens."""
     positions = [index for index, token in enumerate(token_ids) if token in image_token_ids]
     expected = sum(image.num_tokens for image in images)
     if len(positions) != expected:

@@ -1,6 +1,5 @@
-"""Preprocesses images as Phi4MultimodalImageProcessor of transformers does, which needs
-torchvision: crops of one size in rows and columns with white behind the image, and before them the
-whole of it as one tile."""
+"""Port of transformers' Phi4MultimodalImageProcessor without torchvision: the whole image as a
+tile, then crops of equal size in rows and columns, padded with white."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,9 @@ from config.errors import ConfigError
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 MIN_SIDE = 10
-"""Pixels of the shorter side of an image that was resized."""
+"""Minimum pixels of the shorter side of a resized image."""
 _SHARPNESS = -0.75
-"""Of the cubic kernel, as torch has it."""
+"""Coefficient `a` of the cubic convolution kernel, as in torch."""
 
 
 class Phi4ImageProcessor:
@@ -33,9 +32,9 @@ class Phi4ImageProcessor:
         self._deviation = np.array(fields.get("image_std") or [0.5] * 3, np.float32)
 
     def __call__(self, images: Sequence[Image.Image], **options: Any) -> dict[str, Any]:
-        """Of one image: image_pixel_values (1, tiles, 3, side, side); image_attention_mask (1,
-        tiles, rows, columns), 1 for each patch that is no padding; height and width with padding;
-        and how many embeddings it has."""
+        """Preprocess an image to image_pixel_values (1, tiles, 3, side, side); image_sizes (1, 2),
+        height and width with padding; image_attention_mask (1, tiles, rows, columns), 0 for patches
+        of padding; and num_img_tokens, the number of its embeddings."""
         (image,) = images
         columns, rows = self._grid(image.width, image.height)
         width, height = columns * self._side, rows * self._side
@@ -84,9 +83,9 @@ class Phi4ImageProcessor:
 
 
 def closest_grid(width: int, height: int, side: int, most: int) -> tuple[int, int]:
-    """Columns and rows, at most `most` crops, whose aspect ratio is closest to the image's; of
-    several the last that the image would fill by half."""
-    # Numbers of equal products stay in the order of a set, as transformers has them.
+    """Columns and rows, with at most `most` crops, whose aspect ratio is closest to the image's. A
+    later grid wins a tie if the image has more than half of the grid's pixels."""
+    # Grids with equal products keep the order of the set, as in transformers.
     grids = sorted(
         {
             (i, j)
@@ -107,14 +106,14 @@ def closest_grid(width: int, height: int, side: int, most: int) -> tuple[int, in
 
 
 def mask_rows(masks: Floats, rows: int, columns: int) -> Floats:
-    """(crops, height, width) as they lie in the image."""
+    """Arrange crops (crops, height, width) as in the image: (rows * height, columns * width)."""
     _, height, width = masks.shape
     grid = np.swapaxes(masks.reshape(rows, columns, height, width), 1, 2)
     return np.reshape(grid, (rows * height, columns * width))
 
 
 def resized(pixels: Floats, height: int, width: int) -> Floats:
-    """(channels, height, width) by cubic interpolation of torch, without smoothing."""
+    """Resize (channels, height, width) by bicubic interpolation as in torch, without antialias."""
     down = _taps(pixels.shape[1], height)
     across = _taps(pixels.shape[2], width)
     found = sum(weights[:, None] * pixels[:, places] for places, weights in zip(*down, strict=True))
@@ -123,7 +122,7 @@ def resized(pixels: Floats, height: int, width: int) -> Floats:
 
 
 def _taps(source: int, target: int) -> tuple[Any, Any]:
-    """The 4 places (4, target) that each new one is made of, and their weights (4, target)."""
+    """Source indices (4, target) of each target pixel, and their weights (4, target)."""
     centers = ((np.arange(target) + 0.5) * (source / target) - 0.5).astype(np.float32)
     first = np.floor(centers).astype(np.int64)
     distances = np.abs(centers - first + np.array([[1.0], [0.0], [-1.0], [-2.0]], np.float32))

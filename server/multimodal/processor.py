@@ -1,5 +1,5 @@
-"""Preprocesses images and videos off the event loop, each content once: threads wait for the
-isolated processes, and the results are cached."""
+"""Preprocess images and videos off the event loop: threads call the isolated processes, and results
+are cached by content."""
 
 import asyncio
 from collections import OrderedDict
@@ -28,15 +28,15 @@ from server.text.fair_slots import FairSlots
 IMAGE_LIMITS = Limits(cpu_s=10.0, wall_s=20.0, memory_bytes=2 * 2**30, stack_bytes=8 * 2**20)
 VIDEO_LIMITS = Limits(cpu_s=20.0, wall_s=30.0, memory_bytes=3 * 2**30, stack_bytes=8 * 2**20)
 MAX_RUNNING = 4
-"""Images that are processed at once."""
+"""Maximum images processed concurrently."""
 MAX_RUNNING_PER_CLIENT = 2
 MAX_PENDING = 256
-"""Images that wait to be processed."""
+"""Maximum images that wait to be processed."""
 MAX_PENDING_BYTES = 2**30
-"""Of the images that wait or are being processed."""
+"""Maximum total size of images that wait or are being processed."""
 MAX_UUIDS = 65_536
 INLINE_BYTES = 256 * 2**10
-"""Of an image that the event loop hashes."""
+"""Maximum size of an image that is hashed on the event loop; larger images use a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +46,25 @@ class ProcessedImage:
     kind: bytes
     """IMAGE or VIDEO."""
     digest: bytes
-    """Of its kind and its bytes as they were sent."""
+    """SHA-256 of the kind and the bytes as they were sent."""
     text: str
-    """Takes the place of the template's mark in the prompt."""
+    """Text that replaces the template's mark in the prompt."""
     num_tokens: int
     """Image tokens in `text`."""
     grid: tuple[int, int, int]
     tensors: list[InputTensor]
     time_step: float = 1.0
     num_rows: int = 0
-    """As PromptForm.num_rows."""
+    """PromptForm.num_rows."""
 
     @property
     def num_embeddings(self) -> int:
-        """Rows that the tower makes of it."""
+        """Embedding rows that the vision tower computes."""
         return self.num_rows or self.num_tokens
 
     @property
     def num_bytes(self) -> int:
-        """Of its tensors."""
+        """Total size of the tensors."""
         return sum(tensor.data.nbytes for tensor in self.tensors)
 
 
@@ -90,9 +90,14 @@ def image_processes(
     video_frames: tuple[int, float] = (32, -1),
     is_unlisted: bool = False,
 ) -> ForkServer:
-    """The processes that decode and preprocess images and videos. `folder` is the checkpoint's,
-    `options` are arguments of its image processor, `video_frames` and `is_unlisted`
-    those of `Setup`."""
+    """Processes that decode and preprocess images and videos.
+
+    Args:
+        folder: Folder of the checkpoint.
+        options: Arguments of the checkpoint's image processor.
+        video_frames: `num_frames` and `fps` of `Setup`.
+        is_unlisted: `is_unlisted` of `Setup`.
+    """
     setup = Setup(
         folder,
         image_token,
@@ -105,7 +110,7 @@ def image_processes(
 
 
 class ImagePreprocessor:
-    """Preprocesses the images of one model. For one event loop."""
+    """Preprocesses the images and videos of a model. Used on a single event loop."""
 
     def __init__(
         self,
@@ -116,7 +121,7 @@ class ImagePreprocessor:
         video_token: str = "",
         video_limits: Limits = VIDEO_LIMITS,
     ) -> None:
-        """`processes` are those of `image_processes`."""
+        """`processes`: result of `image_processes`."""
         self._tokens = {IMAGE: image_token, VIDEO: video_token}
         self._processes = processes
         self._threads = ThreadPoolExecutor(MAX_RUNNING, thread_name_prefix="images")
@@ -132,14 +137,14 @@ class ImagePreprocessor:
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
         self._jobs: dict[tuple[str, bytes], _Job] = {}
-        """By client and digest."""
+        """Running jobs by client and digest."""
         self._uuids: OrderedDict[tuple[str, bytes, str], bytes] = OrderedDict()
         self._marks: dict[bytes, str] = {}
         self.observer: Observer | None = None
 
     @property
     def marks(self) -> Mapping[bytes, str]:
-        """What the chat template writes for each kind that the model takes; known after `open`."""
+        """Text that the chat template writes, by kind that the model takes; set by `open`."""
         return self._marks
 
     def open(self) -> None:
@@ -160,7 +165,7 @@ class ImagePreprocessor:
         self._processes.close()
 
     def cached(self, digest: bytes) -> ProcessedImage | None:
-        """An image that was processed before, if it is still cached."""
+        """The cached image with `digest`, if any."""
         found = self._cache.get(digest)
         if found is not None:
             self._cache.move_to_end(digest)
@@ -175,8 +180,8 @@ class ImagePreprocessor:
         *,
         client: str = "",
     ) -> ProcessedImage:
-        """The image with these bytes, or the encoded Video. The slots for processing are shared
-        among clients. When no caller waits for an image any more, it leaves the queue or its
+        """Preprocess the bytes of an image, or an encoded Video. Clients share the slots for
+        processing fairly. If all callers of an image are cancelled, it leaves the queue or its
         process is killed. Raises UserError, which names the place `where` in the request, and
         Overloaded."""
         data = kind + data
@@ -194,7 +199,7 @@ class ImagePreprocessor:
             self._jobs[client, digest] = job
         job.num_waiting += 1
         try:
-            # Another request of the client may wait for it too.
+            # Shielded: another request of the client may wait for the same job.
             return await asyncio.shield(job.task)
         except _Refused as reason:
             raise UserError(f"{where}: {reason}", param=param) from None
@@ -209,7 +214,7 @@ class ImagePreprocessor:
         began_s = loop.time()
         try:
             async with self._slots.hold(client, len(data)):
-                # A job of another client may have processed it meanwhile.
+                # A job of another client may have processed the image while this job waited.
                 found = self.cached(digest)
                 if found is not None:
                     return found
@@ -241,7 +246,7 @@ class ImagePreprocessor:
         return image
 
     async def _call(self, data: bytes) -> bytearray:
-        """The answer of a process, which is killed if this task is cancelled."""
+        """Call a process; it is killed if this task is cancelled."""
         limits = self._video_limits if data[:1] == VIDEO else None
         cancellation = Cancellation()
         call = partial(self._processes.call, data, limits, cancellation)
@@ -250,7 +255,7 @@ class ImagePreprocessor:
             await asyncio.wait([running])
         except asyncio.CancelledError:
             cancellation.cancel()
-            # The slot is free when the thread is.
+            # Hold the slot until the thread is free.
             await asyncio.wait([running])
             if not running.cancelled():
                 running.exception()
@@ -269,7 +274,7 @@ class ImagePreprocessor:
     # Images that requests name
 
     def remember(self, owner: str, uuid: str, digest: bytes, kind: bytes = IMAGE) -> None:
-        """`owner` may send `uuid` in place of this image from now on."""
+        """Let `owner` send `uuid` instead of this image in later requests."""
         self._uuids[owner, kind, uuid] = digest
         self._uuids.move_to_end((owner, kind, uuid))
         if len(self._uuids) > MAX_UUIDS:
@@ -290,7 +295,7 @@ class _Job:
 
     task: "asyncio.Future[ProcessedImage]"
     num_waiting: int = 0
-    """Callers that wait for it."""
+    """Callers that wait for the image."""
 
 
 class _Refused(Exception):

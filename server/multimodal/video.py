@@ -1,4 +1,4 @@
-"""Decodes a video to some of its frames. To be called in an isolated process, as decode.py."""
+"""Decode sampled frames of a video. Runs in an isolated process, like decode.py."""
 
 import importlib
 import io
@@ -18,17 +18,18 @@ ANIMATIONS = ("GIF", "WEBP", "PNG")
 """Formats that Pillow reads frame by frame."""
 MAX_FRAMES = 768
 MAX_VIDEO_PIXELS = 256 * 2**20
-"""Of all frames that are read: 768 MiB as RGB."""
+"""Maximum total pixels of the sampled frames: 768 MiB as RGB."""
 MAX_ANIMATION_FRAMES = 16_384
-"""Frames of an animation, also those that are not taken: Pillow decodes all in front of a frame."""
+"""Maximum frames of an animation, sampled or not: Pillow decodes every earlier frame first."""
 MAX_ANIMATION_PIXELS = 2**30
-"""Maximum number of pixels of all frames of an animation, each as large as the whole picture."""
+"""Maximum total pixels of the frames of an animation, counting each frame at full size."""
 GIVEN_FPS = 2.0
-"""Of frames that come without times, as Qwen's own tools take them."""
+"""Frames per second assumed for frames without timestamps, as in the tools of Qwen."""
 CODECS = frozenset(("av1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9"))
 FORMATS = f"MP4, WebM, Matroska, AVI, {', '.join(ANIMATIONS)}"
 _DEFAULT_FRAME_S = 0.1
-"""Of a frame that names no duration, as browsers show it."""
+"""Duration of an animation frame without a duration, as in browsers; also the fallback for videos
+whose length is not positive."""
 
 
 class MissingDecoder(BadImage):
@@ -36,19 +37,19 @@ class MissingDecoder(BadImage):
 
 
 class Frames(NamedTuple):
-    """What is read of a video."""
+    """Sampled frames of a video."""
 
     images: list[Image.Image]
     """RGB, of equal size."""
     fps: float
-    """How many of them a second has."""
+    """Sampled frames per second."""
     times: list[float]
-    """When each is shown, in seconds."""
+    """Timestamp of each frame in seconds."""
 
 
 def read_frames(video: Video, num_frames: int, fps: float) -> Frames:
-    """Of a file at most `num_frames` and `fps` of a second, evenly; -1: all. Frames that come one
-    by one are all taken. Raises BadImage."""
+    """Sample a video file evenly: at most `num_frames` frames (-1: at most MAX_FRAMES), and at most
+    `fps` per second (-1: no limit). Videos that are given as frames keep all. Raises BadImage."""
     if video.frames:
         _check_frames(video.frames)
         frames = [decode(data) for data in video.frames]
@@ -67,8 +68,8 @@ def read_frames(video: Video, num_frames: int, fps: float) -> Frames:
 
 
 def container(data: bytes) -> str | None:
-    """FFmpeg's name of the format, by the first bytes. FFmpeg is never left to choose: some of its
-    formats are lists of files that it would open."""
+    """FFmpeg's name of the container format, by the first bytes; None: an animation. FFmpeg must
+    not detect the format: some formats are playlists whose files it would open."""
     if data[4:8] == b"ftyp":
         return "mp4"
     if data[:4] == b"\x1aE\xdf\xa3":
@@ -79,7 +80,7 @@ def container(data: bytes) -> str | None:
 
 
 def sampled(total: int, seconds: float, most: int, fps: float) -> list[int]:
-    """Which of `total` frames are taken, as vLLM chooses them: `most` of them, evenly."""
+    """Indices of at most `most` of `total` frames, evenly spaced, as in vLLM."""
     count = min(most, total)
     if fps > 0:
         count = min(count, math.floor(seconds * fps))
@@ -103,7 +104,7 @@ def _animation(data: bytes, most: int, fps: float) -> Frames:
                 f"the video has at least {most_frames + 1} frames of {image.width} x "
                 f"{image.height} pixels, at most {most_frames} of that size are decoded"
             )
-        # Some formats tell the duration with the pixels.
+        # In some formats the duration is known only after the pixels are decoded.
         frame.load()
         durations.append((frame.info.get("duration") or 1000 * _DEFAULT_FRAME_S) / 1000)
     seconds = sum(durations)
@@ -134,7 +135,7 @@ def _container_frames(data: bytes, name: str, most: int, fps: float) -> Frames:
         file.seek(0)
 
         def picture(frame: Any) -> Image.Image:
-            # A stream may change its size.
+            # The frame size may change within a stream.
             _check_pixels(len(chosen), frame.width, frame.height)
             return _upright(frame)
 
@@ -165,15 +166,15 @@ def _seconds(stream: Any, file: Any, total: int, time_base: int) -> float:
 
 def _upright(frame: Any) -> Image.Image:
     image: Image.Image = frame.to_image()
-    # Both count against the clock.
+    # `rotation` and `rotate` both count counterclockwise.
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image
 
 
 def _chosen(
     frames: Iterable[Any], chosen: list[int], picture: Callable[[Any], Image.Image]
 ) -> list[Image.Image]:
-    """The pictures of the frames with the numbers `chosen`, in order; the last picture again for
-    frames that are missing."""
+    """Pictures of the frames with the indices `chosen`, in order. The last picture is repeated for
+    missing frames."""
     found: list[Image.Image] = []
     for number, frame in enumerate(frames):
         if count := chosen.count(number):
@@ -191,7 +192,7 @@ def _equal(frames: list[Image.Image]) -> list[Image.Image]:
 
 
 def _check_frames(files: list[bytes]) -> None:
-    """Raise BadImage for frames with too many pixels together, before any is decoded."""
+    """Raise BadImage if the frames have too many pixels in total. Decodes no frame."""
     _check_count(len(files))
     first, pixels = None, 0
     for data in files:
@@ -202,7 +203,7 @@ def _check_frames(files: list[bytes]) -> None:
                 f"the frames have at least {pixels} pixels, at most {MAX_VIDEO_PIXELS} are taken"
             )
         first = first or size
-    # All become as large as the first.
+    # All frames are resized to the size of the first frame.
     _check_pixels(len(files), *(first or (0, 0)))
 
 

@@ -1,1 +1,1 @@
-"""LLM: the text pipeline without HTTP, with the engine in this process."""
+"""LLM: the text pipeline without HTTP, for offline inference."""

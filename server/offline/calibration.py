@@ -1,9 +1,8 @@
-"""Files of a calibration for Intel Neural Compressor: its configurations, and the measures of each
+"""Calibration files of Intel Neural Compressor (INC): configurations, and the measures of each
 rank, which are repaired and unified over the ranks.
 
-The file format is that of save_files.py in fp8_quant of intel/neural-compressor. Repair and
-unification are those of fix_measurements.py and unify_measurements.py in calibration/ of
-vllm-project/vllm-gaudi.
+File format: save_files.py in fp8_quant of intel/neural-compressor. Repair and unification follow
+fix_measurements.py and unify_measurements.py in calibration/ of vllm-project/vllm-gaudi.
 """
 
 import json
@@ -17,10 +16,10 @@ from config.errors import ConfigError
 from config.model.quantization.inc import MEASURE, QUANTIZE
 
 Node = dict[str, Any]
-"""Of a module: `inputs`, and `outputs` if they are measured, with a nested list of shape (1, 1) for
-each tensor; `params` with one for `weight`."""
+"""Measures of a module: `inputs`, and `outputs` if measured, with a nested list of shape (1, 1) per
+tensor; `params` with such a list for `weight`."""
 Record = dict[str, Any]
-"""One file: GlobalRank, LocalRank, Mode and Nodes, a Node by the path of each module."""
+"""A measure file: GlobalRank, LocalRank, Mode, and Nodes, which maps module paths to Nodes."""
 
 STATS = "inc_output"
 MEASURE_FILE = "maxabs_measure.json"
@@ -28,16 +27,16 @@ QUANTIZE_FILE = "maxabs_quant.json"
 CACHE_CLASS = "VLLMKVCache"
 ATTENTION_CLASSES = ("Matmul", "B2BMatmul", "Softmax", "ModuleFusedSDPA", CACHE_CLASS)
 LEAST_LOSING = (r"\.gate_up_proj$", r"\.experts\.")
-"""Regular expressions of the paths that `keep_least_losing` leaves."""
+"""Regular expressions of the module paths that `keep_least_losing` keeps quantized."""
 CACHE_OF = {"matmul_qk": ("k_cache", "latent_cache_k"), "matmul_av": ("v_cache", "latent_cache_k")}
-"""A product of attention -> the cache that its second input comes from."""
+"""Cache modules that the second input of an attention matmul is read from."""
 
 
 def write_configs(
     folder: Path, *, quantizes_cache: bool, skipped: list[str], scale_method: str
 ) -> tuple[Path, Path]:
-    """The configurations that measure and that quantize. `skipped`: parts of the paths of modules
-    that stay as they are. Paths in them are absolute."""
+    """Write the configurations for measuring and for quantizing; returns their paths. `skipped`:
+    parts of module paths that are not quantized. Paths in the files are absolute."""
     common = {
         "method": "HOOKS",
         "observer": "maxabs",
@@ -50,7 +49,7 @@ def write_configs(
         **common,
         "mode": QUANTIZE,
         "scale_method": scale_method,
-        # Numbers would be part of a recipe, and each layer would compile its own.
+        # Scalar scales would be part of the graph, and each layer would compile its own graph.
         "scale_format": "const",
         "blocklist": {"types": unquantized, "names": skipped},
     }
@@ -61,10 +60,16 @@ def write_configs(
 
 
 def keep_least_losing(config: Path, num_ranks: int, *, with_attention: bool) -> None:
-    """Narrow a configuration that quantizes to the first products of MLPs and to experts, but for
-    those of the last layer: what the demo model loses least by (docs/quantization.md).
-    `with_attention`: and to the products of attention and the KV cache. Measures of `num_ranks`
-    ranks are there. Raises ConfigError if nothing would be quantized."""
+    """Limit a quantization configuration to gate_up_proj and experts, except in the last layer:
+    these modules cost the demo model the least accuracy (docs/quantization.md).
+
+    Args:
+        config: Path of the configuration; its folder has the measures.
+        num_ranks: Number of ranks that were measured.
+        with_attention: Also quantize the matmuls of attention and the KV cache.
+
+    Raises ConfigError if nothing would be quantized.
+    """
     nodes = read_measures(measure_path(config.parent, 0, num_ranks))["Nodes"]
     layers = (re.search(r"\.layers\.(\d+)\.", name) for name in nodes)
     last = max((int(match[1]) for match in layers if match), default=0)
@@ -83,14 +88,14 @@ def keep_least_losing(config: Path, num_ranks: int, *, with_attention: bool) -> 
 
 
 def measure_path(folder: Path, rank: int, num_ranks: int) -> Path:
-    """Without its ending."""
+    """Path of a rank's measure file without the suffix."""
     return folder / f"{STATS}_hooks_maxabs_{rank}_{num_ranks}"
 
 
 def finish_measures(folder: Path, num_ranks: int) -> list[int]:
     """Repair and unify the measures of all ranks. Writes files for each number of ranks that
-    divides `num_ranks`, and returns these numbers: no shard exceeds the largest of all. Raises
-    ConfigError if a rank's file is missing."""
+    divides `num_ranks`, and returns these numbers: the maximum over all ranks bounds every shard.
+    Raises ConfigError if a rank's file is missing."""
     records = [read_measures(measure_path(folder, rank, num_ranks)) for rank in range(num_ranks)]
     unified = unify([repair(record) for record in records])
     sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
@@ -101,7 +106,8 @@ def finish_measures(folder: Path, num_ranks: int) -> list[int]:
 
 
 def read_measures(path: Path) -> Record:
-    """From the JSON file, which has all that the compressor reads from the other one, a pickle."""
+    """Read measures from the JSON file, which has the same content as INC's pickled file. Raises
+    ConfigError."""
     file = path.with_suffix(".json")
     try:
         record: Record = json.loads(file.read_text("utf-8"))
@@ -111,17 +117,17 @@ def read_measures(path: Path) -> Record:
 
 
 def write_measures(path: Path, record: Record) -> None:
-    """As JSON and for the compressor, with arrays."""
+    """Write a record as JSON, and as .npz with arrays for INC."""
     path.with_suffix(".json").write_text(json.dumps(record, indent=4), "utf-8")
     nodes = {name: _as_arrays(node) for name, node in record["Nodes"].items()}
-    # The format is the compressor's: an array with one object.
+    # INC expects an array with a single object.
     payload: Any = {**record, "Nodes": nodes}
     np.savez(path.with_suffix(".npz"), payload)
 
 
 def repair(record: Record) -> Record:
-    """With the measures of a cache's inputs for what is read of it: blocks of other requests, and
-    slots that were never written, were measured too."""
+    """Replace the measures of values read from a KV cache by the measures of the cache's inputs:
+    the reads include blocks of other requests and slots that were never written."""
     nodes = {name: dict(node) for name, node in record["Nodes"].items()}
     for name, node in nodes.items():
         parent, _, own = name.rpartition(".")
@@ -133,7 +139,7 @@ def repair(record: Record) -> Record:
 
 
 def unify(records: list[Record]) -> Record:
-    """The largest of each measure over all ranks. Raises ConfigError if their modules differ."""
+    """Maximum of each measure over all ranks. Raises ConfigError if the ranks' modules differ."""
     first, *others = records
     for record in others:
         if record["Nodes"].keys() != first["Nodes"].keys():

@@ -1,4 +1,5 @@
-"""The engines of an `LLM`: one on a thread of this process, or several in their own processes."""
+"""Engines of an `LLM`: a single engine on a thread of this process, or several engines in
+processes."""
 
 import asyncio
 import contextlib
@@ -23,7 +24,7 @@ STOP_S = 5.0
 
 
 def make_client(config: EngineConfig, log: LogConfig) -> EngineClient:
-    """The client of the engines that `config` asks for; its `start` starts them, its `close` stops
+    """Make the client of the engines in `config`; its `start` starts the engines, its `close` stops
     them. Raises ConfigError for engines on other hosts."""
     parallel = config.data_parallel
     if parallel.data_parallel_size == 1:
@@ -45,7 +46,7 @@ class ProcessesClient(RouterClient):
     def __init__(
         self, config: EngineConfig, log: LogConfig, *, command: Sequence[str] | None = None
     ) -> None:
-        """`command` replaces the engines' entry."""
+        """`command` replaces the entry point of the engines."""
         self._command = command
         self._config = config
         self._log = log
@@ -70,7 +71,7 @@ class ProcessesClient(RouterClient):
         loop = asyncio.get_running_loop()
 
         def on_exit(engine: int, reason: str) -> None:
-            # RuntimeError: the loop was closed, and nobody reads any more.
+            # RuntimeError: the loop is closed, and no request waits for the engine.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self.engines[engine].fail, reason)
 
@@ -88,7 +89,7 @@ class ProcessesClient(RouterClient):
         """Disconnect, stop the processes and wait for them; safe to call twice."""
         self.fail("the client was closed")
         if self._processes is not None:
-            # On this thread: at interpreter exit, executors take no work.
+            # Blocks this thread: at interpreter exit, executors accept no work.
             self._processes.close(STOP_S)
         await super().close()
         self._directory.close()

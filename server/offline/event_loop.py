@@ -1,4 +1,4 @@
-"""An asyncio event loop on its own thread, for synchronous callers."""
+"""asyncio event loop on a separate thread, for synchronous callers."""
 
 import asyncio
 import threading
@@ -19,18 +19,19 @@ class BackgroundLoop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        # A daemon: an interpreter that exits would wait for the thread before it could be closed.
+        # Daemon thread: at exit, the interpreter joins other threads before `close` can be called.
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
         self._is_closed = False
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller runs on the loop's thread, and so must not wait for it."""
+        """Whether the caller runs on the loop's thread and must not wait for the loop."""
         return threading.current_thread() is self._thread
 
     def run(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `call`. Ctrl-C cancels it, waits until it has cleaned up, and is raised."""
+        """Run `call` and return its result. Ctrl-C cancels the call and is raised after its
+        cleanup."""
         if self._is_closed:
             call.close()
             raise EngineDied("it was closed")
@@ -74,8 +75,8 @@ async def _cancel_all() -> None:
 async def run_in_order(
     call: Callable[[int], Coroutine[Any, Any, None]], indices: Iterable[int], num_workers: int
 ) -> None:
-    """Run `call` for all `indices`, started in order, at most `num_workers` at a time. The first
-    error cancels the others."""
+    """Run `call` for all `indices`, started in order, with at most `num_workers` at a time. The
+    first error cancels the other calls."""
     remaining: Iterator[int] = iter(indices)
 
     async def work() -> None:

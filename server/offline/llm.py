@@ -1,4 +1,4 @@
-"""LLM: offline inference, with the engine in this process, or with several in processes."""
+"""LLM: offline inference, with a single engine in this process or several engines in processes."""
 
 import asyncio
 import contextlib
@@ -71,11 +71,11 @@ MakePrompt = Callable[[], Coroutine[Any, Any, Prompt]]
 
 
 class LLM:
-    """A model for use from Python: `LLM(model="...").generate(["Hello"])`.
+    """Offline inference: `LLM(model="...").generate(["Hello"])`.
 
-    Any engine or server flag is a keyword (`max_model_len=2048`); an unknown one is a ConfigError
-    that names the nearest. Use it in a `with` block, or call `close`: then, and at interpreter
-    exit, all threads are stopped. Not thread-safe: one call at a time.
+    Any engine or server flag is a keyword (`max_model_len=2048`); an unknown keyword raises a
+    ConfigError that names the nearest flag. Use LLM in a `with` block, or call `close`: then, and
+    at interpreter exit, all threads are stopped. Not thread-safe: make a single call at a time.
     """
 
     def __init__(self, model: str, **flags: Any) -> None:
@@ -117,7 +117,7 @@ class LLM:
         self._defaults = _sampling_params(server.sampling_defaults(recommended))
         self._client = make_client(dataclasses.replace(engine, model=path), server.log)
         self._pipeline = Pipeline(self._client, self._tokenizer, server)
-        # Enough to keep the batch full; further prompts are not tokenized yet.
+        # Enough prompts to fill the batch; later prompts are not tokenized yet.
         num_engines = engine.data_parallel.data_parallel_size
         self._lookahead = 2 * engine.scheduler.max_num_seqs * num_engines
         self._num_requests = 0
@@ -154,11 +154,12 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt; results come in the prompts' order.
+        """Complete each prompt; results come in the order of the prompts.
 
-        One SamplingParams for all or one for each; None takes the model's own defaults. The same
-        for `lora_request`, where None is the base model. Raises
-        UserError when an input is wrong, PromptTooLong when one does not fit.
+        `sampling_params`: for all prompts, or a list with an entry per prompt; None: defaults of
+        the model. `lora_request`: for all prompts, or a list with an entry per prompt; None: the
+        base model. Raises UserError for an invalid input, PromptTooLong for a prompt that does not
+        fit.
         """
         inputs = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
         params = self._params(sampling_params, len(inputs))
@@ -214,7 +215,7 @@ class LLM:
         documents: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several. Raises like `generate`."""
+        """Answer a conversation, or each of several conversations. Raises like `generate`."""
         conversations = [list(one) for one in as_conversation_list(messages)]
         params = self._params(sampling_params, len(conversations))
         controls = None if self._tokenizer is None else self._tokenizer.controls
@@ -253,12 +254,12 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The vectors or class probabilities of each prompt, from a pooling model.
+        """Vectors or class probabilities of each prompt, from a pooling model.
 
         `pooling_task` is embed, token_embed, classify or score; the other parameters of
-        `pooling_params` apply to any task. Longer prompts are truncated to
-        `truncate_prompt_tokens` (-1: to the model's maximum); without it they raise UserError, as
-        does a generating model.
+        `pooling_params` apply to any task. Longer prompts are truncated to `truncate_prompt_tokens`
+        (-1: to the model's maximum); without it they raise UserError. A generative model also
+        raises UserError.
         """
         if pooling_task is None:
             if not isinstance(pooling_params, PoolingParams):
@@ -327,8 +328,8 @@ class LLM:
         use_tqdm: bool = True,
         pooling_params: PoolingParams | None = None,
     ) -> list[ScoringRequestOutput]:
-        """The score of each pair of texts: one text with each of many, or one by one. See
-        `encode`."""
+        """Score pairs of texts: `data_1` has a single text for all of `data_2`, or as many texts as
+        `data_2`. See `encode`."""
         pairs = TextPairs(
             [data_1] if isinstance(data_1, str) else list(data_1),
             [data_2] if isinstance(data_2, str) else list(data_2),
@@ -349,7 +350,8 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The checkpoint's recommended values, and neutral values for the rest."""
+        """Sampling parameters with the checkpoint's recommended values, and neutral values for the
+        rest."""
         return self._defaults
 
     @property
@@ -388,7 +390,7 @@ class LLM:
         return list(params)
 
     async def _loaded(self, sources: list[MediaSource], param: str) -> list[ProcessedImage]:
-        """The images of a prompt. Raises UserError for a model that takes none."""
+        """Load the images of a prompt. Raises UserError if the model takes no images."""
         if not sources:
             return []
         if self._images is None:
@@ -407,7 +409,7 @@ class LLM:
         *,
         images: list[ProcessedImage] | None = None,
     ) -> Prompt:
-        """The prompt with the images of `sources`, or with `images`."""
+        """Make a Prompt with the images of `sources`, or with `images`."""
         images = images or await self._loaded(sources or [], "prompt")
         if images:
             return await self._prompt_with_images(text or "", special, params, images)
@@ -507,8 +509,8 @@ class LLM:
         if concurrency_limit is not None:
             num_workers = max(1, min(num_workers, concurrency_limit))
         if self._is_lockstep:
-            # Searches that run together would start their beams in the order in which they happen
-            # to be scheduled.
+            # Concurrent searches would start their beams in scheduling order, which may differ
+            # between ranks.
             num_workers = 1
         return await _run_all(run_search, len(inputs), num_workers, use_tqdm)
 
@@ -519,7 +521,7 @@ async def _run_all(
     num_workers: int,
     use_tqdm: bool,
 ) -> list[Result]:
-    """The results of `call` for 0 to `count - 1`, with a progress bar."""
+    """Run `call` for 0 to `count - 1` with a progress bar; returns the results in order."""
     results: dict[int, Result] = {}
     with tqdm(total=count, desc="Prompts", disable=not use_tqdm) as bar:
 
@@ -543,9 +545,10 @@ def _shut_down(
     tokenizer: Tokenizer | None,
     images: ImageInputs | None,
 ) -> None:
-    """Stop everything that an `LLM` started. Holds no reference to it: called by its finalizer."""
+    """Stop everything that an `LLM` started. The finalizer of the LLM calls this function, so it
+    must hold no reference to the LLM."""
     if background.is_current_thread:
-        # The garbage collector may run on any thread; this one cannot wait for itself.
+        # The garbage collector may run on any thread; the background thread cannot join itself.
         arguments = (background, client, template, tokenizer, images)
         threading.Thread(target=_shut_down, args=arguments).start()
         return
@@ -561,8 +564,8 @@ def _shut_down(
 
 
 async def _close(client: EngineClient) -> None:
-    """Close the client, also at interpreter exit: executors take no work then, and waiting for the
-    engine's thread through one raises RuntimeError until that thread has ended."""
+    """Close the client, also at interpreter exit: executors accept no work then, and waiting for
+    the engine's thread through an executor raises RuntimeError until the thread has ended."""
     for _ in range(int(STOP_TIMEOUT_S / CLOSE_RETRY_S)):
         with contextlib.suppress(RuntimeError):
             return await client.close()

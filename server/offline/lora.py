@@ -1,4 +1,4 @@
-"""LoRARequest: which adapter an offline call uses."""
+"""LoRARequest: the LoRA adapter of an offline call."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,23 +9,23 @@ from engine.transport.messages import LOAD_ADAPTER
 
 
 class LoRARequest(NamedTuple):
-    """As vLLM's: an adapter in a folder, under a name. It is loaded by the first call that uses
-    it."""
+    """A named adapter in a folder, with the fields of vLLM's LoRARequest. The first call that uses
+    the adapter loads it."""
 
     lora_name: str
     lora_int_id: int
-    """Unused: adapters are told apart by their names and contents."""
+    """Unused: names and contents identify adapters."""
     lora_path: str = ""
-    """Empty: an adapter of lora_modules."""
+    """Folder of the adapter; empty: an adapter of lora_modules."""
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
-"""One for all prompts, or one for each; None: the base model."""
+"""LoRARequest for all prompts, or a list with an entry per prompt; None: the base model."""
 
 
 async def adapters_of(client: EngineClient, requests: LoRARequests, count: int) -> list[str]:
-    """LoRAInfo.content for each of `count` prompts, empty for the base model. Loads what is not
-    loaded. Raises UserError."""
+    """LoRAInfo.content for each of `count` prompts, empty for the base model. Loads adapters that
+    are not loaded. Raises UserError."""
     given = (
         [requests] * count if requests is None or isinstance(requests, LoRARequest) else [*requests]
     )

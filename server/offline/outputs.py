@@ -14,7 +14,7 @@ OutputData = TypeVar("OutputData")
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability at one position."""
+    """Log-probability of a token at a position."""
 
     logprob: float
     rank: int
@@ -24,14 +24,15 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One choice."""
+    """A choice of a completion."""
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
-    """One entry per token: the chosen and the most likely tokens, by id; None unless requested."""
+    """An entry per token, with the chosen and the most likely tokens by id; None unless
+    requested."""
     finish_reason: str | None
     """stop or length."""
     stop_reason: str | int | None
@@ -40,14 +41,14 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One prompt with all its choices."""
+    """A prompt with all its choices."""
 
     request_id: str
     prompt: str | None
-    """The text, if the prompt came as text."""
+    """Text of the prompt; None if the prompt came as token ids."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """One entry per prompt token, None for the first; None unless requested."""
+    """An entry per prompt token, None for the first token; None unless requested."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
@@ -56,12 +57,12 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
-    """One continuation of a prompt."""
+    """A continuation of a prompt."""
 
     tokens: list[int]
     """Prompt and output, with the end token."""
     logprobs: list[dict[int, Logprob]]
-    """One entry per output token: that token and the most likely ones, by id."""
+    """An entry per output token, with the token and the most likely tokens by id."""
     cum_logprob: float
     """Sum over the output tokens, without length penalty."""
     text: str | None
@@ -72,7 +73,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """One prompt's sequences, best first."""
+    """Sequences of a prompt, best first."""
 
     sequences: list[BeamSearchSequence]
 
@@ -102,7 +103,7 @@ class ClassificationOutput:
     """The result of `LLM.classify`."""
 
     probs: list[float]
-    """One probability per label of the model."""
+    """A probability per label of the model."""
 
     @property
     def num_classes(self) -> int:
@@ -115,32 +116,32 @@ class ScoringOutput:
     """The result of `LLM.score`."""
 
     score: float
-    """A larger score is more similar, or more relevant."""
+    """Score; larger means more similar or more relevant."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequestOutput(Generic[OutputData]):
-    """One input and its result."""
+    """An input and its result."""
 
     request_id: str
     outputs: OutputData
     prompt_token_ids: list[int]
-    """With special tokens; both texts of a pair."""
+    """Token ids with special tokens; for a pair, of both texts."""
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
     finished: bool = True
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """Of `LLM.embed`."""
+    """Output of `LLM.embed`."""
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """Of `LLM.classify`."""
+    """Output of `LLM.classify`."""
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """Of `LLM.score`."""
+    """Output of `LLM.score`."""
 
 
 def beam_output(prompt: Prompt, beams: list[Beam], tokenizer: Tokenizer | None) -> BeamSearchOutput:
@@ -196,7 +197,7 @@ def _completion(index: int, output: Output) -> CompletionOutput:
 def _by_id(position: PositionLogprobs) -> dict[int, Logprob]:
     entries = (position.chosen, *position.top)
     return {
-        # Reversed: the chosen token comes first, and its rank replaces that of its second entry.
+        # Reversed: the entry of the chosen token comes last and wins over its entry in `top`.
         entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)
         for entry in reversed(entries)
     }

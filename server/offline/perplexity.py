@@ -1,4 +1,4 @@
-"""How well a model predicts a text."""
+"""Perplexity of a model on a text."""
 
 import math
 import statistics
@@ -9,13 +9,14 @@ from config.params.sampling import SamplingParams
 from server.offline.llm import LLM
 
 TEXT = Path(__file__).resolve().parent / "perplexity.txt"
-"""Our own, 1,714 tokens of the demo model."""
+"""Text for the measurement: 1,714 tokens with the demo tokenizer; written for gaudiserve."""
 WINDOW = 512
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Predictions of a model for each token of a text; the same tokens for every variant."""
+    """Predictions of a model for each token of a text. Readings of the same text and tokenizer have
+    equal tokens."""
 
     logprobs: list[float]
     likeliest: list[int]
@@ -27,17 +28,17 @@ class Reading:
         return math.exp(-statistics.fmean(self.logprobs))
 
     def agreement(self, other: "Reading") -> float:
-        """Share of positions where both have the same most likely token."""
+        """Share of positions where both readings have the same most likely token."""
         pairs = zip(self.likeliest, other.likeliest, strict=True)
         return statistics.fmean(one == another for one, another in pairs)
 
 
 def windows(llm: LLM, text: str, size: int) -> list[list[int]]:
-    """The text's tokens, at most `size` at a time.
+    """Split the tokens of a text into windows of at most `size` tokens.
 
-    A window starts with the tokenizer's begin token or, without one, with the last token of the
-    previous window. So every token with a predecessor is predicted exactly once, from 1 to
-    `size` - 1 others.
+    A window starts with the tokenizer's begin token or, if there is no begin token, with the last
+    token of the previous window. Every token with a predecessor is predicted exactly once, from 1
+    to `size` - 1 earlier tokens.
     """
     tokenizer = llm.get_tokenizer()
     tokens = tokenizer.encode_now(text, add_special_tokens=False)

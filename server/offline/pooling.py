@@ -49,7 +49,7 @@ class OfflinePooling:
         use_tqdm: bool,
         adapter: str = "",
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The result of each prompt. Raises UserError."""
+        """Run a pooling task; returns the result of each prompt. Raises UserError."""
         parsed = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
         if num_images := sum(len(images) for *_, images in parsed):
             raise UserError(
@@ -79,7 +79,7 @@ class OfflinePooling:
         ]
 
     async def score(self, pairs: TextPairs, *, use_tqdm: bool) -> list[ScoringRequestOutput]:
-        """The score of each pair. Raises UserError."""
+        """Score text pairs; returns the score of each pair. Raises UserError."""
         inputs = await pair_inputs(self._processor, pairs)
         pooling = self._start(inputs, "")
         vectors = await _collect(pooling, use_tqdm)
@@ -89,7 +89,7 @@ class OfflinePooling:
         for index, score in enumerate(scores):
             parts = [num_firsts + index]
             if num_firsts:
-                # Each text was one input; a single first text belongs to all pairs.
+                # Each text was an input; a single first text belongs to all pairs.
                 parts.insert(0, index if num_firsts > 1 else 0)
             outputs.append(
                 ScoringRequestOutput(
@@ -184,7 +184,7 @@ async def _collect(pooling: PoolingStream, use_tqdm: bool) -> list[Vectors]:
 
 
 def _task_params(params: Params, task: str, count: int) -> list[PoolingParams]:
-    """The parameters of each prompt, for `task`."""
+    """Parameters of each prompt for `task`."""
     if params is None:
         params = PoolingParams(task=task)
     if isinstance(params, PoolingParams):

@@ -1,4 +1,4 @@
-"""The forms in which callers of LLM give prompts and conversations."""
+"""Input forms of prompts and conversations for LLM."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ PromptInput = str | Mapping[str, Any] | Sequence[int]
 
 
 def as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
-    """One prompt or several, as a list."""
+    """List of prompts; wraps a single prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if prompts and all(isinstance(entry, int) for entry in prompts):
@@ -27,7 +27,8 @@ def as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptI
 def parse_prompt(
     prompt: PromptInput,
 ) -> tuple[str | None, list[int] | None, str, list[MediaSource]]:
-    """(text, ids, cache salt, images), with at least one of text and ids. Raises UserError."""
+    """Parse a prompt to (text, ids, cache salt, images), with at least a text or ids. Raises
+    UserError."""
     if isinstance(prompt, str):
         return prompt, None, "", []
     if not isinstance(prompt, Mapping):
@@ -47,7 +48,7 @@ def parse_prompt(
 
 
 def _images(data: Any) -> list[MediaSource]:
-    """Those of a prompt's multi_modal_data: one image or a list of them, and likewise videos."""
+    """Sources of the images and videos in multi_modal_data; each key has an item or a list."""
     if not isinstance(data, Mapping):
         raise UserError(
             f"multi_modal_data is a {type(data).__name__}, it must be a dict", param="prompt"
@@ -71,13 +72,13 @@ def _images(data: Any) -> list[MediaSource]:
 
 
 def given_image(image: Any, where: str) -> MediaSource:
-    """An image of PIL, the bytes of a file, or a URL. Raises UserError."""
+    """MediaSource of a PIL image, the bytes of a file, or a URL. Raises UserError."""
     if isinstance(image, Image.Image):
         file = io.BytesIO()
         if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"):
-            # PNG has no such mode.
+            # PNG does not support the mode.
             image = image.convert("RGB")
-        # Quick to write, and without loss.
+        # Lossless and fast to write.
         image.save(file, "PNG", compress_level=1)
         image = file.getvalue()
     if isinstance(image, bytes):
@@ -91,7 +92,7 @@ def given_image(image: Any, where: str) -> MediaSource:
 
 
 def as_media_parts(messages: Sequence[Message]) -> list[Message]:
-    """Messages with images of PIL and frames of videos as the bytes that parts may have."""
+    """Encode PIL images and video frames in messages to bytes."""
     return [
         {**message, "content": [_as_media_part(part) for part in message["content"]]}
         if isinstance(message.get("content"), list)
@@ -101,7 +102,8 @@ def as_media_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def _as_media_part(part: Any) -> Any:
-    """vLLM's parts with an image of PIL have the type image_pil, those of transformers image."""
+    """Encode the image or video of a part. Key of a PIL image: image_pil in vLLM, image in
+    transformers."""
     if not isinstance(part, Mapping):
         return part
     video = part.get("video")
@@ -117,7 +119,7 @@ def _as_media_part(part: Any) -> Any:
 def as_conversation_list(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> list[Sequence[Message]]:
-    """One conversation or several, as a list."""
+    """List of conversations; wraps a single conversation."""
     if messages and isinstance(messages[0], Mapping):
         return [messages]  # type: ignore[list-item] # one conversation
     return list(messages)  # type: ignore[arg-type] # several

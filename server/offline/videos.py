@@ -1,4 +1,4 @@
-"""The forms in which callers of LLM give videos."""
+"""Video inputs of LLM: files, URLs, arrays and lists of frames."""
 
 import io
 from collections.abc import Mapping
@@ -16,19 +16,19 @@ _CHANNELS = 3
 
 
 def is_video(value: Any) -> bool:
-    """Whether this is one video, and no list of them."""
+    """Whether `value` is a single video rather than a list of videos."""
     if isinstance(value, (str, bytes, np.ndarray)):
         return True
     if isinstance(value, tuple):
-        # vLLM's form: frames with their metadata.
+        # Frames with metadata, as in vLLM.
         return len(value) == 2 and isinstance(value[1], Mapping)
     return bool(value) and all(_is_frame(frame) for frame in value)
 
 
 def given_video(video: Any, where: str) -> MediaSource:
-    """From the bytes of a file, a URL, an array (frames, height, width, 3) of uint8, or a list of
-    frames, each an image of PIL or an array (height, width, 3); frames may come as
-    (frames, {"fps": 2.0}). Raises UserError."""
+    """Make a MediaSource of a video: bytes of a file, a URL, a uint8 array (frames, height, width,
+    3), or a list of frames, each a PIL image or an array (height, width, 3). Frames may have
+    metadata: (frames, {"fps": 2.0}). Raises UserError."""
     if isinstance(video, str):
         return MediaSource(where, video, kind=VIDEO)
     if isinstance(video, bytes):
@@ -56,7 +56,8 @@ def _is_frame(value: Any) -> bool:
 
 
 def _sampled_fps(metadata: Mapping[str, Any], num_frames: int, where: str) -> float:
-    """Of the frames that are given, where `fps` is that of all."""
+    """Frames per second of the given frames. `fps` in the metadata is the rate of all
+    total_num_frames frames of the video."""
     fps, total = metadata.get("fps") or 0, metadata.get("total_num_frames") or num_frames
     if not isinstance(fps, int | float) or not isinstance(total, int) or fps < 0 or total < 1:
         raise UserError(
@@ -76,6 +77,6 @@ def _frame(frame: Any, where: str) -> bytes:
             )
         frame = Image.fromarray(frame)
     file = io.BytesIO()
-    # Neither loses nor costs anything.
+    # BMP is lossless and cheap to encode.
     frame.convert("RGB").save(file, "BMP")
     return file.getvalue()

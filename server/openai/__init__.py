@@ -1,1 +1,1 @@
-"""The OpenAI API: routes of chat and completions, and how their answers are built."""
+"""OpenAI API: routes of chat and completions, and their responses."""

@@ -1,4 +1,4 @@
-"""How the answers of a chat are constrained and parsed: their grammar and their parsers."""
+"""Grammar and output parsers of chat answers."""
 
 from dataclasses import dataclass
 
@@ -23,17 +23,17 @@ _NO_LEADING_WHITESPACE = ("json", "json_object")
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """Grammar and parsers of one request."""
+    """Grammar and output parsers of a request."""
 
     param: str
-    """The request field that sets the grammar, for errors."""
+    """Request field that sets the grammar, for errors."""
     grammar: GrammarSpec | None
     parsers: ChoiceParsers | None
-    """None: the answers are plain text."""
+    """Output parsers; None: the answers are plain text."""
     thinking_budget: int | None = None
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
-        """`params` with the grammar and the reasoning budget."""
+        """Add the grammar and the reasoning budget to `params`."""
         if self.grammar is None and self.thinking_budget is None:
             return params
         return params.replace(
@@ -49,7 +49,7 @@ def answer_format(
     *,
     wants_reasoning: bool,
 ) -> AnswerFormat:
-    """The format of the answers to `prompt`; `body` was checked. Raises UserError."""
+    """Make the answer format for `prompt`; `body` must have been checked. Raises UserError."""
     if body.thinking_token_budget is not None and parser_config.reasoning_parser is None:
         raise UserError(
             "thinking_token_budget needs a server that knows how its model thinks; start it with "
@@ -67,7 +67,7 @@ def answer_format(
 def _free_text(
     parser_config: ParserConfig, tokenizer: Tokenizer, body: ChatBody, prompt: str
 ) -> AnswerFormat:
-    """Free text and optional calls; calls of strict functions are constrained to their schemas."""
+    """Format of free text with optional calls. Calls of strict functions follow their schemas."""
     is_strict = any(tool["function"].get("strict") for tool in body.visible_tools or ())
     parsers = parser_config.make_parsers(
         tokenizer,
@@ -111,7 +111,7 @@ def _constrained(
     *,
     wants_reasoning: bool,
 ) -> AnswerFormat:
-    """A grammar for the answer, or calls instead of it if the model may choose."""
+    """Format with a grammar for the answer, or for calls instead if the model may choose."""
     skips_blanks = grammar.kind in _NO_LEADING_WHITESPACE
     call_reader: ToolCallReader | None = None
     if body.requires_call:
@@ -150,7 +150,7 @@ def _after_reasoning(reasoning: ThinkingSpec | None, grammar: GrammarSpec) -> Gr
 
 
 def _call_grammar(parser_config: ParserConfig, body: ChatBody) -> ToolCallGrammar:
-    """The grammar of the calls that the model may choose to make."""
+    """Grammar of the calls if the model may choose to call."""
     functions = [tool["function"] for tool in body.visible_tools or ()]
     return parser_config.tool_call_grammar(
         {

@@ -1,4 +1,4 @@
-"""From chat messages to a prompt and a running request, for all endpoints that take messages."""
+"""Convert chat messages to a prompt and a running request, for all endpoints with messages."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -21,19 +21,19 @@ from server.serving.state import AppState
 from server.text.template_renderer import TextTooLong
 
 INLINE_PARTS = 2_000
-"""Messages and parts that are checked on the event loop, in a millisecond."""
+"""Maximum messages and parts that are checked on the event loop, about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """The prompt text of a chat, with marks in the texts of the caller."""
+    """Prompt text of a chat, with marks in the texts of the caller."""
 
     text: str
     images: list[ProcessedImage]
-    """Their texts are in the prompt."""
+    """Images and videos whose texts are in the prompt."""
 
     def with_images(self, state: AppState, prompt: Prompt) -> Prompt:
-        """The encoded prompt with its images. Raises UserError."""
+        """Add the images to the encoded prompt. Raises UserError."""
         if not self.images:
             return prompt
         assert state.images is not None, "a chat has images"
@@ -42,7 +42,7 @@ class RenderedChat:
         return replace(prompt, images=placed)
 
     def check_truncation(self, keep: int | None) -> None:
-        """Raise UserError for truncation, which might cut an image."""
+        """Raise UserError for truncation of a prompt with images: it might cut an image."""
         if self.images and keep is not None:
             raise UserError(
                 f"truncate_prompt_tokens is {keep}, and the prompt has {len(self.images)} images, "
@@ -52,8 +52,8 @@ class RenderedChat:
 
 
 async def render(state: AppState, request: Request, body: ChatPromptBody) -> RenderedChat:
-    """The prompt text of a chat, and its images. Only the API key of `request` can name images that
-    it sent. Raises UserError and Overloaded."""
+    """Render the prompt text of a chat and load its images. A uuid finds only images that the API
+    key of `request` sent. Raises UserError and Overloaded."""
     record = record_of(request.scope)
     client = record.owner or record.client
     inputs = state.images
@@ -91,14 +91,15 @@ async def render(state: AppState, request: Request, body: ChatPromptBody) -> Ren
 
 
 async def render_watched(state: AppState, request: Request, body: ChatPromptBody) -> RenderedChat:
-    """`render`, which ends when the client disconnects: fetches and images take seconds. Raises
-    UserError, Overloaded and ClientGone."""
+    """Call `render`, and cancel it when the client disconnects: fetches and images take seconds.
+    Raises UserError, Overloaded and ClientGone."""
     with CancelOnDisconnect(request.receive):
         return await render(state, request, body)
 
 
 async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_prefix: str) -> Job:
-    """Start answering `body`. Raises UserError and Overloaded; then nothing is left behind."""
+    """Start answering `body`. Raises UserError and Overloaded; an error leaves no request in the
+    engine."""
     model = state.model(body.model)
     await body.on_thread_if_large(body.check)
     params = await body.sampling_params(
@@ -132,7 +133,7 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
         text,
         wants_reasoning=body.wants_reasoning(state.template_defaults),
     )
-    # The grammar of a few tools takes long to build, too.
+    # Building the grammar of a few tools also takes long.
     is_long = body.visible_tools or body.is_large
     answers = await asyncio.to_thread(make_format) if is_long else make_format()
     if answers.grammar is not None:
@@ -151,7 +152,7 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
 
 
 async def count_prompt_tokens(state: AppState, request: Request, body: ChatBody) -> int:
-    """Number of prompt tokens of `body`, also if the model takes fewer. Raises UserError."""
+    """Number of prompt tokens of `body`, even beyond the context length. Raises UserError."""
     state.model(body.model)
     await body.on_thread_if_large(body.check)
     rendered = await render_watched(state, request, body)
@@ -172,7 +173,8 @@ async def _rendered(state: AppState, request: Request, body: ChatBody) -> Render
     try:
         return await render_watched(state, request, body)
     except TextTooLong:
-        # Clients shorten a conversation if the error names the context, not characters.
+        # Clients shorten a conversation if the error names the context length instead of
+        # characters.
         tokenizer, most = state.text_tokenizer("messages"), state.max_model_len
         least = await asyncio.to_thread(lambda: tokenizer.least_tokens(body.text, most))
         if least > most:

@@ -1,7 +1,7 @@
-"""Deltas to stream chunks, for chat and completions.
+"""Stream chunks of deltas, for chat and completions.
 
-Nearly every chunk has only text: it is written between a fixed head and tail. Others go through the
-JSON encoder.
+Nearly every chunk has only text: the text is written between a fixed head and tail. Other chunks go
+through the JSON encoder.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from server.serving.job import Job
 
 
 class _Chunks:
-    """What the chunks of chat and completions share."""
+    """Common part of the chunks of chat and completions."""
 
     def __init__(self, job: Job, kind: str) -> None:
         self._job = job
@@ -25,7 +25,7 @@ class _Chunks:
         self._has_ids = bool(job.body.return_token_ids)
         self._has_usage = job.includes_usage_in_chunks
         self._is_plain = not (self._has_logprobs or self._has_ids or self._has_usage)
-        """Whether chunks that are not the last have only text."""
+        """Whether all chunks but the last have only text."""
 
     async def ending(self) -> bytes:
         if not self._job.includes_usage:
@@ -65,7 +65,7 @@ class ChatChunks(_Chunks):
         return begin + self._choice_chunk(delta, {"content": ""}) if has_tokens else begin
 
     def _parsed(self, delta: Delta) -> bytes:
-        """A chunk for each event of `delta`, and one for the end."""
+        """Chunks of the parsed events of `delta`, and a chunk for the end of the choice."""
         payloads = chat_deltas(self._job.events(delta), shows_reasoning=self._shows_reasoning)
         finish_reason = None if delta.finish_reason is None else self._job.finish_reason(delta)
         if finish_reason is not None:
@@ -73,7 +73,7 @@ class ChatChunks(_Chunks):
         elif not payloads and (delta.logprobs or self._has_ids):
             payloads.append({"content": ""})
         frames = []
-        # Tokens and the end of the choice are told once.
+        # Only the first chunk has the tokens, and only the last chunk has the finish reason.
         rest = delta
         if finish_reason is not None:
             rest = Delta(delta.index, token_ids=delta.token_ids, logprobs=delta.logprobs)
@@ -113,7 +113,7 @@ class ChatChunks(_Chunks):
         return self._envelope.chunk(choice, self._extra() if self._has_usage else None)
 
     def _choice_chunk(self, delta: Delta, payload: dict[str, Any]) -> bytes:
-        """A chunk with `payload`, and all of `delta` but its text."""
+        """Chunk with `payload` and all of `delta` except its text."""
         choice: dict[str, Any] = {
             "index": delta.index,
             "delta": payload,
@@ -130,7 +130,7 @@ class ChatChunks(_Chunks):
 
 
 class CompletionChunks(_Chunks):
-    """Chunks of /v1/completions. With echo, the first chunk of a choice has the prompt."""
+    """Chunks of /v1/completions. If echo is set, the first chunk of a choice has the prompt."""
 
     def __init__(self, job: Job, prompt_texts: list[str] | None, hidden: frozenset[int]) -> None:
         """`prompt_texts`: set with echo. `hidden`: token ids without text."""
@@ -155,7 +155,7 @@ class CompletionChunks(_Chunks):
         return b"".join(frames)
 
     def _is_scored(self, prompt_index: int) -> bool:
-        """Whether all log-probabilities of a prompt have arrived."""
+        """Whether all log-probabilities of the prompt have arrived."""
         positions = self._job.generation.prompt_logprobs[prompt_index] or ()
         return len(positions) == len(self._job.prompts[prompt_index].token_ids)
 
@@ -199,7 +199,7 @@ class CompletionChunks(_Chunks):
             choice["token_ids"] = delta.token_ids
             if is_first:
                 choice["prompt_token_ids"] = self._job.prompts[prompt_index].token_ids
-        # What is echoed may be long; job.py calls this on a thread then.
+        # An echoed prompt may be long; job.py then calls this method on a thread.
         line = long_json_line if is_first and parts else json_line
         return self._envelope.chunk(line(choice), self._extra())
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts or token ids in, what follows them out, whole or streamed."""
+"""POST /v1/completions: completions of texts or token ids, whole or streamed."""
 
 import asyncio
 from functools import partial
@@ -39,7 +39,7 @@ from server.serving.prompts import encode_prompt
 from server.serving.state import AppState
 
 INLINE_IDS = 10_000
-"""Token ids of a prompt that are checked on the event loop: a millisecond."""
+"""Maximum token ids of a prompt that are checked on the event loop, about a millisecond."""
 
 
 def completion_routes(state: AppState) -> APIRouter:
@@ -96,7 +96,7 @@ async def _params(state: AppState, body: CompletionBody) -> SamplingParams:
     if body.num_drawn > num_choices:
         check_comparable(state.generation_pipeline().ready.logprobs_mode, "best_of")
         if logprobs is None:
-            # Needed to select the most likely choices.
+            # Log-probabilities are needed to select the most likely choices.
             logprobs = 0
     params = await body.sampling_params(
         state.sampling_defaults,
@@ -111,12 +111,12 @@ async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams
     keep, numbers_of = body.truncate_prompt_tokens, numbers_of_ids(body.prompt)
     longest = max(numbers_of, default=0)
     if keep is None and longest > state.max_model_len:
-        # Before a look at each of millions of ids.
+        # Refuse a long prompt before checking millions of ids.
         raise PromptTooLong(longest, body.limit, state.max_model_len, param="prompt")
     given = (
         await asyncio.to_thread(body.prompts) if sum(numbers_of) > INLINE_IDS else body.prompts()
     )
-    # Before the work of tokenizing thousands of texts that can never be taken.
+    # Check admission before tokenizing thousands of texts.
     check_admission(state, body, len(given) * params.n, "prompt")
 
     async def prompt(text_or_ids: str | list[int]) -> Prompt:
@@ -140,15 +140,14 @@ async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams
 
 
 async def _echoed_texts(job: Job) -> list[str]:
-    """`_prompt_texts`; many tokens are decoded on a thread."""
+    """Call `_prompt_texts`, on a thread for many tokens."""
     if job.generation.num_prompt_tokens <= INLINE_IDS:
         return _prompt_texts(job)
     return await asyncio.to_thread(_prompt_texts, job)
 
 
 def _prompt_texts(job: Job) -> list[str]:
-    """The prompts as echoed: as they were sent, or the text of their tokens, special tokens
-    included."""
+    """Prompts for echo: the texts as sent, or the text of the token ids with special tokens."""
     tokenizer = job.state.tokenizer
     return [
         prompt.text
@@ -173,7 +172,7 @@ def _whole(job: Job, choices: list[ChoiceOutput], texts: list[str] | None) -> di
     num_kept = body.n or 1
     if num_kept < body.num_drawn:
         choices = most_likely(choices, body.num_drawn, num_kept)
-    # The JSON of a choice takes a fifth of the memory of its objects.
+    # JSON of a choice takes a fifth of the memory of its objects.
     shown = [
         msgspec.Raw(encode_json(_choice(job, body, index, choice, texts)))
         for index, choice in enumerate(choices)

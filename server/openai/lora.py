@@ -87,8 +87,9 @@ def lora_routes(state: AppState) -> APIRouter:
 
 
 def allowed_folder(config: ServerConfig) -> str:
-    """The folder below which adapters may be. Raises UserError with the missing flags for a server
-    without --lora-dir, and without API keys: anybody could change what the server serves."""
+    """The folder that contains all adapters. Raises UserError, which names the missing flags, if
+    the server has no --lora-dir or no API keys: without keys, anybody could change the served
+    models."""
     if config.lora_dir is not None and config.has_api_keys:
         return config.lora_dir
     missing = [] if config.lora_dir else ["--lora-dir FOLDER"]
@@ -113,8 +114,9 @@ def _check_name(state: AppState, name: str) -> None:
 
 
 def _adapter(lora_dir: str, body: LoadAdapterBody) -> NamedAdapter:
-    """The adapter in the folder or file `lora_path`, relative to `lora_dir` or absolute. Raises
-    NotFound, symbolic links followed; the error does not tell what is elsewhere."""
+    """Resolve `lora_path`, a folder or file, relative to `lora_dir` or absolute. Follows symbolic
+    links; raises NotFound for a missing path or a path outside of `lora_dir`, without revealing
+    which."""
     try:
         root = Path(lora_dir).resolve(strict=True)
         folder = (root / body.lora_path).resolve(strict=True)

@@ -17,7 +17,7 @@ from server.serving.state import AppState
 from server.text.tokenizer import Tokenizer
 
 INLINE_IDS = 10_000
-"""Tokens that are decoded on the event loop, in a millisecond."""
+"""Maximum tokens that are decoded on the event loop, about a millisecond."""
 
 
 def tokenize_routes(state: AppState) -> APIRouter:

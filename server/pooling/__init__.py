@@ -1,1 +1,1 @@
-"""Embeddings, classification and scores: routes, bodies, and requests to the engine."""
+"""Pooling models: routes, request bodies and engine requests for embeddings, classes and scores."""

@@ -1,4 +1,4 @@
-"""Converts texts, pairs of texts or token ids into checked inputs of a pooling model."""
+"""Convert texts, pairs of texts or token ids into checked inputs of a pooling model."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,39 +17,40 @@ from server.text.pooling_inputs import Text, TextInputOptions
 from server.text.tokenizer import Tokenizer, TooManyCharacters
 
 MAX_NUMBERS = 2**24
-"""In one response: 64 MiB, or five times that as JSON; 2048 vectors of 8192 numbers."""
+"""Maximum numbers in a response: 64 MiB, or five times as much as JSON; 2048 vectors of 8192
+numbers."""
 _NAMES_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class InputOptions:
-    """The task, and how inputs are tokenized and truncated."""
+    """Task and tokenization options of the inputs."""
 
     params: PoolingParams
     param: str = "input"
-    """The field with the inputs, for errors."""
+    """Field with the inputs, for errors."""
     is_list: bool = True
-    """Whether that field is a list; errors then have an index."""
+    """Whether the field is a list; errors then have an index."""
     truncate: int | None = None
     """Truncate inputs to this many tokens; -1: to the model's maximum."""
     keep_end: bool = False
     special: bool = True
     """Whether special tokens are added to texts."""
     prompt_name: str | None = None
-    """Which of the model's prompts is put before a text; None: the default one."""
+    """Name of the model's prompt that precedes a text; None: the default prompt."""
     max_first_tokens: int | None = None
     """Truncate the first text of a pair to this many tokens."""
     max_second_tokens: int | None = None
 
     def item(self, index: int) -> str:
-        """The name of an input in errors."""
+        """Name of an input in errors."""
         return f"{self.param}[{index}]" if self.is_list else self.param
 
 
 def make_input_processor(
     ready: Ready | None, tokenizer: Tokenizer | None
 ) -> "InputProcessor | None":
-    """The input processor of a pooling model; None for a generating model."""
+    """Make the input processor of a pooling model; None for a generative model."""
     if ready is None or ready.pooling is None:
         return None
     return InputProcessor(
@@ -58,7 +59,7 @@ def make_input_processor(
 
 
 def not_a_pooling_model() -> UserError:
-    """The error for a pooling request to a generating model."""
+    """The error for a pooling request to a generative model."""
     return UserError(
         "This model generates text; only a pooling model (of embeddings, scores or classes) does "
         "this.",
@@ -67,7 +68,7 @@ def not_a_pooling_model() -> UserError:
 
 
 class InputProcessor:
-    """Prepares inputs for one model. Raises UserError, which names the input by its index."""
+    """Prepares inputs of a model. Raises UserError, which names the input by its index."""
 
     def __init__(
         self,
@@ -110,8 +111,8 @@ class InputProcessor:
             )
 
     def check_size(self, inputs: Sequence[PoolingInput]) -> None:
-        """Raise UserError if the results of `inputs`, all for one task, have more than MAX_NUMBERS
-        numbers."""
+        """Raise UserError if the results of `inputs`, all with the same task, have more than
+        MAX_NUMBERS numbers."""
         params = inputs[0].params
         rows = len(inputs)
         if params.task == TOKEN_EMBED:
@@ -125,7 +126,7 @@ class InputProcessor:
             )
 
     async def texts(self, texts: Sequence[Text], options: InputOptions) -> list[PoolingInput]:
-        """Inputs from texts or pairs; the model's prompt is put before single texts."""
+        """Make inputs from texts or pairs; the model's prompt precedes single texts."""
         if self._tokenizer is None:
             raise UserError("this server has no tokenizer, send token ids", param=options.param)
         prefix = self._prefix(options.prompt_name)
@@ -169,7 +170,7 @@ class InputProcessor:
     async def prompts(
         self, prompts: Texts | TokenLists, options: InputOptions
     ) -> list[PoolingInput]:
-        """Inputs from texts, or from token ids."""
+        """Make inputs from texts or from token ids."""
         texts = [item for item in prompts if isinstance(item, str)]
         if texts:
             return await self.texts(texts, options)
@@ -178,7 +179,7 @@ class InputProcessor:
         )
 
     async def rendered(self, text: str, options: InputOptions) -> list[PoolingInput]:
-        """The input from a text that a chat template rendered, which may have marks."""
+        """Make an input from text that a chat template rendered; the text may have marks."""
         assert self._tokenizer is not None, "a template has rendered"
         most = self.limit(options.truncate)
         try:
@@ -198,7 +199,7 @@ class InputProcessor:
     async def token_lists(
         self, lists: Sequence[list[int]], options: InputOptions
     ) -> list[PoolingInput]:
-        """Inputs from token ids."""
+        """Make inputs from token ids."""
         if sum(map(len, lists)) > MANY_IDS:
             return await asyncio.to_thread(self._token_lists, lists, options)
         return self._token_lists(lists, options)
@@ -262,8 +263,8 @@ class InputProcessor:
     async def _num_prompt_tokens(
         self, tokenizer: Tokenizer, prefix: str, options: InputOptions
     ) -> int:
-        """Tokens of the prompt with the special tokens before it, counted as sentence-transformers
-        does: without a special token at its end, which is not there before a text."""
+        """Tokens of the prompt with leading special tokens, counted as in sentence-transformers: a
+        trailing special token is left out, since the prompt precedes a text."""
         rule = TextInputOptions(
             self.max_tokens, special=options.special, lowercase=self.facts.lowers_case
         )

@@ -1,4 +1,4 @@
-"""Runs the inputs of one pooling request in the engine, a bounded number at a time."""
+"""Run the inputs of a pooling request in the engine, a bounded number at a time."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -16,27 +16,27 @@ from server.generation.outputs import Delta, Timing
 from server.generation.pipeline import check_finish
 
 Vectors = npt.NDArray[np.float32]
-"""(rows, width) float32: one row per input, or one per token."""
+"""float32 (rows, width): a row per input, or a row per token."""
 
 MAX_CONCURRENT_INPUTS = 256
-"""Inputs of one request in the engine at a time: enough to keep it busy, and other requests do not
-wait behind thousands."""
+"""Maximum inputs of a request in the engine at a time: enough to keep the engine busy without
+delaying other requests behind thousands of inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingInput:
-    """One text or pair of texts, ready for the engine."""
+    """A tokenized text or pair of texts."""
 
     token_ids: list[int]
     params: PoolingParams
 
 
 class PoolingStream:
-    """The results of one request's inputs. Iterate it once: each item names the inputs that have
-    finished, in order.
+    """Results of a request's inputs. Iterate it once: each item has the inputs that have finished,
+    in order.
 
-    Raises what the engine client raises, RequestFailed when an input failed in the engine and
-    UserError when the engine rejects one; all unfinished inputs are aborted then.
+    Raises the errors of the engine client, RequestFailed if an input fails in the engine, and
+    UserError if the engine rejects an input. An error aborts all unfinished inputs.
     """
 
     num_output_tokens = 0
@@ -53,8 +53,7 @@ class PoolingStream:
         adapter: str = "",
         terms: RequestTerms = NO_TERMS,
     ) -> None:
-        """Send the first inputs. Raises Overloaded or EngineDied; then none is left in the
-        engine."""
+        """Send the first inputs. Raises Overloaded or EngineDied; then all inputs are aborted."""
         self._client = client
         self._unsent = deque(enumerate(inputs))
         self._inputs = inputs
@@ -68,7 +67,7 @@ class PoolingStream:
         self.cached_tokens = [0] * len(inputs)
         """Tokens of each input that were found in the prefix cache."""
         self.timing = Timing()
-        """The longest time that an input waited, and that one was computed."""
+        """Maximum waiting time and maximum compute time over the inputs."""
         try:
             self._send()
         except BaseException:
@@ -77,19 +76,19 @@ class PoolingStream:
 
     @property
     def engine(self) -> int:
-        """The engine of the input that is computed first."""
+        """Engine of the oldest input; 0 if no input is in an engine."""
         return engine_of(self._queues[0][1].key) if self._queues else 0
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all inputs; after an abort, of those that had finished."""
+        """Tokens of all inputs; after an abort, tokens of the finished inputs."""
         if self._is_aborted:
             return sum(len(self._inputs[index].token_ids) for index in self._vectors)
         return sum(len(item.token_ids) for item in self._inputs)
 
     @property
     def num_inputs(self) -> int:
-        """Texts or pairs of texts."""
+        """Number of texts or pairs of texts."""
         return len(self._inputs)
 
     @property
@@ -112,7 +111,7 @@ class PoolingStream:
         try:
             while (update := await queue.get()).finish is None:
                 self._apply(index, update)
-            # Aborted while it waited.
+            # The request was aborted while waiting for output.
             if not self._queues:
                 raise StopAsyncIteration
             self._queues.popleft()
@@ -134,8 +133,9 @@ class PoolingStream:
             self._client.abort([queue.key for _, queue in queues])
 
     def _send(self) -> None:
-        """Send inputs up to `max_concurrent`. If the engine's queue is full, wait until inputs of
-        this request that are in it finish; fail only if there are none."""
+        """Send inputs up to `max_concurrent`. If the engine's queue is full, send the rest after
+        earlier inputs of this request finish; raises Overloaded only if no input of this request is
+        in the engine."""
         while self._unsent and len(self._queues) < self._max_concurrent:
             index, item = self._unsent[0]
             request = AddRequest(

@@ -1,5 +1,5 @@
-"""POST /v1/embeddings, /pooling, /classify, /score and /rerank: what a pooling model makes of
-texts, token ids, a conversation, or pairs of texts."""
+"""POST /v1/embeddings, /pooling, /classify, /score and /rerank, for texts, token ids, conversations
+and pairs of texts."""
 
 import asyncio
 import base64
@@ -300,7 +300,7 @@ async def _run_pairs(
     id_prefix: str,
     entries: Callable[[list[float]], Entries],
 ) -> tuple[PoolingJob, Entries]:
-    """As `_run`, for the scores of the body's pairs."""
+    """Run the text pairs of `body`; `entries` gets their scores."""
     processor = _processor(state)
     firsts, seconds = body.pairs()
     _log_prompts(state, request, (*firsts, *seconds))

@@ -18,7 +18,7 @@ from server.openai.schema.generation import Body, Integer, Unsupported, check_re
 
 MAX_INPUTS = 2048
 MANY_IDS = 10_000
-"""Token ids that are still checked on the event loop: a millisecond."""
+"""Maximum token ids that are checked on the event loop, about a millisecond."""
 
 UNSUPPORTED: Unsupported = {
     "embed_dtype": ("float32",),
@@ -84,7 +84,7 @@ class PoolingBody(Body):
 
     @property
     def normalizes(self) -> bool | None:
-        """Whether the result is normalized; None: as the model has it."""
+        """Whether the result is normalized; None: the default of the model."""
         return self.normalize if self.use_activation is None else self.use_activation
 
 
@@ -113,11 +113,11 @@ class _Prompts(Body):
 
     @property
     def is_big(self) -> bool:
-        """Whether there are so many token ids that checking them takes over a millisecond."""
+        """Whether checking the token ids would take over a millisecond."""
         return sum(numbers_of_ids(self.input)) > MANY_IDS
 
     def inputs(self) -> Texts | TokenLists:
-        """The inputs, all texts or all token ids. Raises UserError."""
+        """Inputs as a list, all texts or all token ids. Raises UserError."""
         inputs = given_prompts(self.input, "input", MAX_INPUTS)
         for index, item in enumerate(inputs):
             if item == "":
@@ -127,7 +127,7 @@ class _Prompts(Body):
 
 
 class _Conversation(ChatPromptBody):
-    """Messages, which the chat template renders as one text."""
+    """Messages that the chat template renders as a single text."""
 
     unsupported: ClassVar[Unsupported] = {**UNSUPPORTED, "prompt_name": ()}
 
@@ -135,7 +135,7 @@ class _Conversation(ChatPromptBody):
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """There is no answer to begin, unless the caller says so."""
+        """Whether the prompt ends with the start of an answer; default false."""
         return bool(self.add_generation_prompt)
 
 
@@ -212,7 +212,8 @@ class ScoreBody(PairBody):
 
     @property
     def names(self) -> tuple[str, str]:
-        """The pair of fields that is given. Raises UserError unless it is exactly one."""
+        """Names of the pair of fields that is set. Raises UserError unless exactly 1 pair is
+        set."""
         names = [name for pair in self.field_pairs for name in pair]
         given = {name for name in names if getattr(self, name) is not None}
         for pair in self.field_pairs:
@@ -230,7 +231,7 @@ class ScoreBody(PairBody):
         )
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """The first texts and the second ones. Raises UserError."""
+        """First texts and second texts. Raises UserError."""
         first, second = self.names
         return texts_of(getattr(self, first), first), texts_of(getattr(self, second), second)
 
@@ -259,15 +260,15 @@ class RerankBody(PairBody):
             raise UserError(f"top_n is {self.top_n}, it must be at least 0 (all)", param="top_n")
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """The query alone, and the documents. Raises UserError."""
+        """The query as a list of 1, and the documents. Raises UserError."""
         if isinstance(self.query, list):
             raise UserError("query is a list, it must be one text", param="query")
         return texts_of(self.query, "query"), texts_of(self.documents, "documents")
 
 
 def texts_of(given: Any, name: str) -> list[str]:
-    """One text or several, each a string, {"text": ...} or {"content": [text parts]}. Raises
-    UserError with the index of an invalid one."""
+    """List of texts from a text or a list of texts, each a string, {"text": ...} or {"content":
+    [text parts]}. Raises UserError with the index of an invalid text."""
     texts = given if isinstance(given, list) else [given]
     if not texts:
         raise UserError(f"{name} is an empty list, it must hold at least 1 text", param=name)

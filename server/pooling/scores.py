@@ -1,4 +1,4 @@
-"""Scores of pairs of texts, by a cross-encoder or by the similarity of two embeddings."""
+"""Scores of text pairs, by a cross-encoder or by the similarity of two embeddings."""
 
 from dataclasses import dataclass, field, replace
 
@@ -11,24 +11,25 @@ from server.pooling.pipeline import PoolingInput, Vectors
 from server.text.pooling_inputs import Text
 
 MAX_REPEATED_CHARACTERS = 2**24
-"""Characters of a first text times its pairs: about a second of tokenization."""
+"""Maximum characters of a first text times its pairs: about a second of tokenization."""
 MIN_NORM_PRODUCT = 1e-8
 """Lower bound of the product of norms: the similarity to a vector of zeros is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextPairs:
-    """Pairs of texts: one first text for all second ones, or as many; and their tokenization."""
+    """Pairs of texts with tokenization options: a single first text for all second texts, or as
+    many first texts as second texts."""
 
     firsts: list[str]
     seconds: list[str]
     names: tuple[str, str] = ("text_1", "text_2")
-    """The fields of the first and second texts, for errors."""
+    """Fields of the first and second texts, for errors."""
     options: InputOptions = field(default_factory=lambda: InputOptions(PoolingParams()))
-    """Of `params` only `normalize` is used."""
+    """Tokenization options. Only the field `normalize` of `params` is used."""
 
     def __post_init__(self) -> None:
-        """Raises UserError unless there are as many first texts as second ones, or one."""
+        """Raises UserError unless there is 1 first text or as many as second texts."""
         first, second = self.names
         if not self.seconds or len(self.firsts) not in (1, len(self.seconds)):
             raise UserError(
@@ -39,7 +40,7 @@ class TextPairs:
 
 
 def scoring_task(facts: PoolingFacts) -> str:
-    """The task that pairs are scored with. Raises UserError if the model has none."""
+    """Task that scores pairs: score, else embed. Raises UserError if the model has neither task."""
     for task in (SCORE, EMBED):
         if task in facts.tasks:
             return task
@@ -47,7 +48,7 @@ def scoring_task(facts: PoolingFacts) -> str:
 
 
 async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[PoolingInput]:
-    """Inputs for the engine: all pairs, or each text once. Raises UserError."""
+    """Inputs for the engine: pairs for the task score, else each text once. Raises UserError."""
     task = scoring_task(processor.facts)
     first, second = pairs.names
     normalize = pairs.options.params.normalize if task == SCORE else None
@@ -64,7 +65,7 @@ async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[Pooli
             firsts = firsts * len(pairs.seconds)
         both: list[Text] = list(zip(firsts, pairs.seconds, strict=True))
         return await processor.texts(both, options)
-    # A single text counts as the first of a pair.
+    # Each text is encoded alone: the limit of first texts applies to it.
     first_options = replace(
         options, param=first, is_list=len(pairs.firsts) > 1, max_second_tokens=None
     )
@@ -78,7 +79,8 @@ async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[Pooli
 
 
 def check_repeats(text: str, num_pairs: int, names: tuple[str, str]) -> None:
-    """Raise UserError if `text`, which is encoded again for each pair, has too many characters."""
+    """Raise UserError if `text`, which is tokenized again for each pair, has too many characters in
+    total."""
     first, second = names
     total = len(text) * num_pairs
     if total > MAX_REPEATED_CHARACTERS:
@@ -91,7 +93,7 @@ def check_repeats(text: str, num_pairs: int, names: tuple[str, str]) -> None:
 
 
 def pair_scores(facts: PoolingFacts, vectors: list[Vectors], num_firsts: int) -> list[float]:
-    """One score per pair, from the results of `pair_inputs` with `num_firsts` first texts."""
+    """A score per pair, from the results of `pair_inputs` with `num_firsts` first texts."""
     if scoring_task(facts) == SCORE:
         return [float(vector[0, 0]) for vector in vectors]
     rows = np.concatenate(vectors)

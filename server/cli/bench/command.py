@@ -1,4 +1,4 @@
-"""`gaudiserve bench serve`: generates the load, and prints the report."""
+"""`gaudiserve bench serve`: generate the load and print the report."""
 
 import argparse
 import asyncio
@@ -36,7 +36,7 @@ Send = Callable[[BenchRequest], Awaitable[Outcome]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; returns 1 if a request failed. Raises ConfigError for wrong flags or an
+    """Run the benchmark; returns 1 if a request failed. Raises ConfigError for invalid flags or an
     unusable server."""
     options = read(argv)
     turns = read_sharegpt(options.dataset_path) if options.dataset_path else []
@@ -89,7 +89,7 @@ async def _run(
 
 
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of each request that the flags set."""
+    """Request fields that the flags set."""
     names = [name.replace("-", "_") for name in ("temperature", *SAMPLING)]
     given = {name: getattr(options, name) for name in names}
     if options.logprobs is not None and options.endpoint == "chat":
@@ -106,7 +106,7 @@ async def _load(
     async def send(request: BenchRequest) -> Outcome:
         return await server.send(request, options.timeout)
 
-    # None: only on a terminal.
+    # None: show the progress bar only on a terminal.
     disable = options.quiet or None
     with tqdm(total=len(requests), unit="req", disable=disable, file=sys.stderr) as bar:
 
@@ -145,7 +145,7 @@ async def open_loop(
     max_concurrency: int | None,
     on_done: Callable[[], None],
 ) -> list[Outcome]:
-    """Send each request after its gap, whether or not earlier ones are done, but at most
+    """Send each request after its gap, without waiting for earlier requests, but at most
     `max_concurrency` at a time."""
     slots = asyncio.Semaphore(max_concurrency or len(requests) or 1)
     outcomes: list[Outcome] = []
@@ -169,7 +169,7 @@ async def open_loop(
 
 
 async def _gather(tasks: Iterable["asyncio.Future[None]"]) -> None:
-    """Wait for all; if one fails or the caller is cancelled, cancel the others."""
+    """Wait for all tasks; if a task fails or the caller is cancelled, cancel the others."""
     running = list(tasks)
     try:
         await asyncio.gather(*running)
@@ -182,7 +182,7 @@ async def _gather(tasks: Iterable["asyncio.Future[None]"]) -> None:
 async def _requests(
     server: OpenAIServer, options: argparse.Namespace, turns: list[tuple[str, str]]
 ) -> tuple[list[BenchRequest], str]:
-    """The requests, and how their lengths were determined: tokens, text, or words."""
+    """Make the requests; also returns how their lengths were determined: tokens, text, or words."""
     shape = Shape(
         options.num_prompts + options.num_warmups,
         options.random_input_len,

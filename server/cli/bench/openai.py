@@ -1,4 +1,4 @@
-"""OpenAI API calls of the load generator: one streamed request, models, token counts."""
+"""OpenAI API calls of the load generator: streamed requests, models, token counts."""
 
 import asyncio
 import time
@@ -42,7 +42,7 @@ _DECODER = msgspec.json.Decoder(_Chunk)
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of one request. Times are seconds of the client's monotonic clock."""
+    """Outcome of a request. Times are seconds of the client's monotonic clock."""
 
     started: float
     ended: float = 0.0
@@ -56,7 +56,7 @@ class Outcome:
 
 
 class OpenAIServer:
-    """One model of a server, through one of the two endpoints."""
+    """A model of a server, through a completions or chat endpoint."""
 
     def __init__(
         self,
@@ -127,15 +127,15 @@ class OpenAIServer:
         return body
 
     async def count_prompt(self, text: str) -> int:
-        """Tokens of a prompt with this text, with the chat template. Raises HttpFailure."""
+        """Number of prompt tokens of this text with the chat template. Raises HttpFailure."""
         return len(await self._tokens(text, is_chat=self._endpoint == "chat"))
 
     async def count(self, text: str) -> int:
-        """Tokens of this text alone. Raises HttpFailure."""
+        """Number of tokens of this text alone. Raises HttpFailure."""
         return len(await self._tokens(text, is_chat=False))
 
     async def vocabulary(self) -> list[int]:
-        """Token ids of ordinary words. Raises HttpFailure without vLLM's /tokenize."""
+        """Token ids of ordinary words. Raises HttpFailure if the server lacks vLLM's /tokenize."""
         return sorted(set(await self._tokens(" ".join(WORDS), is_chat=False)))
 
     async def _tokens(self, text: str, *, is_chat: bool) -> list[int]:
@@ -157,7 +157,7 @@ def _has_text(choice: _Choice) -> bool:
 
 
 async def first_model(client: HttpClient) -> str:
-    """The first entry of /v1/models. Raises HttpFailure."""
+    """First entry of /v1/models. Raises HttpFailure."""
     response = await client.call("GET", "/v1/models")
     try:
         return str(response["data"][0]["id"])

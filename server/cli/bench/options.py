@@ -1,4 +1,4 @@
-"""The flags of `gaudiserve bench serve`, and their checks."""
+"""Flags of `gaudiserve bench serve`, and their checks."""
 
 import argparse
 import math
@@ -21,7 +21,7 @@ running. Open loop: --request-rate requests start per second (a Poisson process)
 earlier ones have finished. The flags are those of `vllm bench serve`."""
 
 BACKENDS = {"openai": "completions", "vllm": "completions", "openai-chat": "chat"}
-"""vLLM's names of back ends -> the endpoint that they call."""
+"""Endpoint of each vLLM back end name."""
 
 SAMPLING = (
     *("top-p", "top-k", "min-p", "frequency-penalty", "presence-penalty"),
@@ -52,11 +52,11 @@ _ABSENT = (
     ("chat-template-kwargs", "send them by --extra-body"),
     ("request-id-prefix", "the server names the requests"),
 )
-"""Flags of `vllm bench serve` that this command has not, and what to use."""
+"""Flags of `vllm bench serve` that this command lacks, and their replacements."""
 
 
 def bench_parser() -> Parser:
-    """All flags of the command."""
+    """Parser with all flags of the command."""
     parser = Parser(
         prog="gaudiserve bench serve",
         usage="gaudiserve bench serve [flags]",
@@ -200,7 +200,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _choose(options: argparse.Namespace) -> None:
-    """The address, the endpoint and the lengths, of which each has several flags."""
+    """Resolve the options that several flags can set: address, endpoint and lengths."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     options.base_url = options.base_url or f"http://{host}:{options.port}"
     endpoint = BACKENDS[options.backend]

@@ -1,4 +1,4 @@
-"""The report of a run: percentiles, throughput, failures; as a table and as JSON."""
+"""Report of a run: percentiles, throughput and failures, as a table and as JSON."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -16,16 +16,16 @@ METRICS = {
     "tpot": "Time per output token",
     "e2el": "End to end",
 }
-"""vLLM's name of each measured time -> its name in the table."""
+"""Table name of each measured time, by vLLM's name."""
 
 Distribution = dict[str, float]
-"""mean, p50, ... in milliseconds."""
+"""Mean and percentiles (p50, ...) in milliseconds."""
 
 
 def distribution(
     seconds: Sequence[float], percentiles: Sequence[float] = PERCENTILES
 ) -> Distribution | None:
-    """None without values."""
+    """Distribution of `values`; None without values."""
     if not seconds:
         return None
     milliseconds = np.asarray(seconds) * 1000
@@ -36,7 +36,7 @@ def distribution(
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of a run. Failed requests count only in `failures`."""
+    """Results of a run. Failed requests count only in `failures`."""
 
     completed: int
     failures: dict[str, int]
@@ -47,17 +47,17 @@ class Report:
     output_tokens_per_s: float
     total_tokens_per_s: float
     ttft_ms: Distribution | None
-    """From sending the request to the first text."""
+    """Time from sending the request to the first text."""
     itl_ms: Distribution | None
-    """Between two chunks with text."""
+    """Time between two chunks with text."""
     tpot_ms: Distribution | None
-    """Mean per output token after the first; one value per request."""
+    """Mean time per output token after the first; a value per request."""
     e2e_ms: Distribution | None
-    """From sending the request to the end of the stream."""
+    """Time from sending the request to the end of the stream."""
 
 
 def summarise(outcomes: Sequence[Outcome], percentiles: Sequence[float] = PERCENTILES) -> Report:
-    """The report of `outcomes`; the duration is from the first start to the last end."""
+    """Make the report of `outcomes`; the duration is from the first start to the last end."""
     completed = [outcome for outcome in outcomes if outcome.failure is None]
     failures = Counter(outcome.failure for outcome in outcomes if outcome.failure is not None)
     duration_s = 0.0
@@ -98,7 +98,7 @@ def summarise(outcomes: Sequence[Outcome], percentiles: Sequence[float] = PERCEN
 
 
 def as_text(report: Report, metrics: Collection[str] = tuple(METRICS)) -> str:
-    """The report as a table, with the times named by `metrics`."""
+    """Report as a table, with the times named by `metrics`."""
     failed = sum(report.failures.values())
     lines = [
         f"{'Requests':<28}{report.completed} completed, {failed} failed",
@@ -122,5 +122,5 @@ def as_text(report: Report, metrics: Collection[str] = tuple(METRICS)) -> str:
 
 
 def as_dict(report: Report) -> dict[str, object]:
-    """The report for JSON."""
+    """Report as JSON fields."""
     return asdict(report)

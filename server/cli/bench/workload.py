@@ -1,6 +1,6 @@
-"""The workload: prompts, output lengths and arrival times, reproducible from one seed.
+"""Workload: prompts, output lengths and arrival times, reproducible from a seed.
 
-Text prompts reach their token counts by counting with the server's tokenizer.
+Text prompts are adjusted to their token counts with the server's tokenizer.
 """
 
 import random
@@ -22,15 +22,15 @@ _TEXT = (
 WORDS = tuple(_TEXT.split())
 
 MAX_TRIES = 8
-"""Rounds of adding or removing words until a text has the requested number of tokens."""
+"""Maximum rounds of adding or removing words until a text has the requested number of tokens."""
 MIN_TURN_LEN, MAX_INPUT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
-"""vLLM's limits on the tokens of ShareGPT's prompts and answers."""
+"""Limits of vLLM on the tokens of ShareGPT prompts and answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Lengths in tokens. With `range_ratio` r each is drawn uniformly from (1 - r) to (1 + r) times
-    the given one."""
+    """Lengths in tokens. Each length is drawn uniformly from (1 - r) to (1 + r) times the given
+    length, where r is `range_ratio`."""
 
     num_prompts: int
     input_len: int
@@ -43,23 +43,23 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request to send."""
+    """A request to send."""
 
     prompt: str | list[int]
     output_len: int
 
 
 CountTokens = Callable[[str], Awaitable[int]]
-"""Number of tokens of a text, by the server's tokenizer."""
+"""Counts the tokens of a text with the server's tokenizer."""
 
 
 async def count_words(text: str) -> int:
-    """For servers that count no tokens."""
+    """Count words, for servers that cannot count tokens."""
     return len(text.split())
 
 
 def lengths(shape: Shape) -> Iterator[tuple[int, int]]:
-    """(input, output) of each request, at least 1 each."""
+    """(input, output) length of each request, at least 1 each."""
     rng = random.Random(shape.seed)
     for _ in range(shape.num_prompts):
         yield (
@@ -119,7 +119,7 @@ class _Conversation(msgspec.Struct):
 
 
 def read_sharegpt(path: str) -> list[tuple[str, str]]:
-    """(prompt, answer): the first two turns of each conversation in a ShareGPT file. Raises
+    """(prompt, answer) pairs: the first two turns of each conversation in a ShareGPT file. Raises
     ConfigError."""
     try:
         content = Path(path).read_bytes()

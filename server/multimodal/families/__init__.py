@@ -1,1 +1,2 @@
-"""What each family writes into the prompt for an image: base.py is the seam, one file a form."""
+"""Prompt text of images and videos by model family: base.py has the interface, each other file a
+form."""

@@ -1,4 +1,4 @@
-"""Aya Vision: tiles by their numbers, then the whole image, each a fixed number of image tokens."""
+"""Aya Vision: numbered tiles, then the whole image, with a fixed number of image tokens each."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 
 class AyaVisionForm(NoGrid):
-    """The template writes another token than those that take embeddings."""
+    """The template's mark is not the placeholder token of the embeddings."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.value("image_token", "<image>")

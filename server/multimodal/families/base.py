@@ -1,7 +1,6 @@
-"""PromptForm: the text of an image in the prompt of one family.
+"""PromptForm: the prompt text of an image for a model family.
 
-transformers' processor classes have the same texts, but need torch for their other parts, and a
-tokenizer of their own.
+The processor classes of transformers write the same texts, but need torch and a tokenizer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,24 +14,24 @@ import numpy as np
 from config.errors import ConfigError
 
 Arrays = Mapping[str, Any]
-"""What the image processor gave for one image: numpy arrays, and lists of sizes."""
+"""Output of the image processor for an image: numpy arrays, and lists of sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessorFiles:
-    """The JSON files of a checkpoint that say how its images are written."""
+    """JSON files of a checkpoint that define the prompt text of its images."""
 
     config: dict[str, Any]
     processor: dict[str, Any]
-    """processor_config.json, or what of it is in preprocessor_config.json."""
+    """preprocessor_config.json, overridden by processor_config.json."""
     tokenizer: dict[str, Any]
     """tokenizer_config.json."""
     image_token: str
-    """The text of VisionFacts.image_token_id."""
+    """Text of the token VisionFacts.image_token_id."""
     video_token: str = ""
-    """Likewise, of video_token_id; empty: there is none."""
+    """Text of the token VisionFacts.video_token_id; empty: the model has no video token."""
     video_processor: dict[str, Any] = field(default_factory=dict)
-    """The fields of the processor of videos, where it has a file of its own."""
+    """video_preprocessor_config.json, else the field video_processor of `processor`."""
 
     @property
     def vision(self) -> dict[str, Any]:
@@ -48,7 +47,7 @@ class ProcessorFiles:
         raise ConfigError(f"the checkpoint's processor_config.json has no {name}")
 
     def token(self, name: str, default: str) -> str:
-        """A token that tokenizer_config.json names."""
+        """The token `name` of tokenizer_config.json, else `default`."""
         for source in (self.tokenizer, self.tokenizer.get("extra_special_tokens")):
             found = source.get(name) if isinstance(source, dict) else None
             if isinstance(found, dict):
@@ -75,7 +74,7 @@ class ProcessorFiles:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is none. Raises ConfigError."""
+    """The JSON object in a file; empty if the file does not exist. Raises ConfigError."""
     if not file.is_file():
         return {}
     try:
@@ -85,69 +84,68 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 class VideoForm(Protocol):
-    """The text of videos, whose frames the image processor has preprocessed one by one."""
+    """Prompt text of videos. The image processor has preprocessed each frame as an image."""
 
     @property
     def mark(self) -> str:
-        """As PromptForm.mark."""
+        """Text that the chat template writes for a video."""
         ...
 
     def frame_size(
         self, count: int, height: int, width: int, size: Mapping[str, int]
     ) -> tuple[int, int] | None:
-        """Height and width that `count` frames are resized to, `size` being that of the processor
-        of videos. None: the image processor resizes each by itself. Raises ValueError for frames
-        that the model does not take."""
+        """Height and width to which `count` frames are resized. `size`: pixel limits of the
+        checkpoint's video processor. None: the image processor resizes each frame by itself. Raises
+        ValueError for frames that the model does not take."""
         ...
 
     def joined(self, arrays: Arrays) -> Arrays:
-        """The frames as one image, which may have several times in its grid."""
+        """Join the arrays of the frames into an image whose grid may have several time steps."""
         ...
 
     def text(self, arrays: Arrays, times: Sequence[float]) -> str:
-        """As PromptForm.text, of the joined arrays and the seconds at which frames are shown."""
+        """Text that replaces the mark. `arrays`: joined arrays; `times`: seconds of each frame."""
         ...
 
     def time_step(self, fps: float) -> float:
-        """As ImagePlacement has it, for frames of which a second has `fps`."""
+        """ImagePlacement.time_step of a video sampled at `fps`."""
         ...
 
 
 class PromptForm(Protocol):
-    """The text of images."""
+    """Prompt text of images."""
 
     @property
     def video(self) -> VideoForm | None:
-        """Set if the model takes videos."""
+        """Prompt text of videos; None: the model takes no videos."""
         ...
 
     @property
     def mark(self) -> str:
-        """What the chat template writes for an image."""
+        """Text that the chat template writes for an image."""
         ...
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of the image processor that the processor class adds, in place of those in the
-        checkpoint's files. --mm-processor-kwargs goes before them."""
+        """Arguments that the processor class passes to the image processor. They override the
+        checkpoint's files; --mm-processor-kwargs overrides them."""
         ...
 
     def text(self, arrays: Arrays) -> str:
-        """What takes the mark's place. Each image token in it takes a row of the embeddings."""
+        """Text that replaces the mark. Each of its image tokens takes a row of the embeddings."""
         ...
 
     def grid(self, arrays: Arrays) -> tuple[int, int, int]:
-        """Time, height and width in tokens; zeros unless positions have three axes."""
+        """Grid of the image in tokens (time, height, width); zeros unless the model uses M-RoPE."""
         ...
 
     def num_rows(self, arrays: Arrays) -> int:
-        """Rows that the tower makes of the image, if not as many as it has image tokens; else
-        0."""
+        """Embedding rows that the tower computes for the image; 0: as many as image tokens."""
         ...
 
 
 class NoGrid:
-    """Defaults of the families whose positions have one axis."""
+    """Defaults of families without M-RoPE and without videos."""
 
     options: dict[str, Any] = {}  # noqa: RUF012 - never written
     video: VideoForm | None = None

@@ -1,10 +1,10 @@
-"""DeepSeek-VL: a fixed number of image tokens for an image."""
+"""DeepSeek-VL: a fixed number of image tokens per image."""
 
 from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 
 class DeepseekVLForm(NoGrid):
-    """The template writes one image token."""
+    """The template writes a single image token."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token

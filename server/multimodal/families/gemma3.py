@@ -1,4 +1,4 @@
-"""Gemma 3: a fixed number of image tokens for an image, and for each crop of it."""
+"""Gemma 3: a fixed number of image tokens for the image and for each of its crops."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 
 class Gemma3Form(NoGrid):
-    """The template writes the start of the image only."""
+    """The template writes only the start token of an image."""
 
-    # Published checkpoints have null for these.
+    # Published checkpoints have null for these arguments.
     options: dict[str, Any] = {  # noqa: RUF012 - never written
         "do_convert_rgb": True,
         "do_pan_and_scan": False,

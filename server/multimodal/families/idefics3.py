@@ -8,7 +8,7 @@ from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 
 class Idefics3Form(NoGrid):
-    """A fixed number of image tokens for each tile, between marks that name its place."""
+    """A fixed number of image tokens per tile, after a token with the row and column."""
 
     options: dict[str, Any] = {"return_row_col_info": True}  # noqa: RUF012 - never written
 

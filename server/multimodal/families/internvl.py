@@ -1,4 +1,4 @@
-"""InternVL: a fixed number of image tokens for each tile, between start and end."""
+"""InternVL: a fixed number of image tokens per tile, between a start and an end token."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 
 class InternVLForm(NoGrid):
-    """The template writes one image token."""
+    """The template writes a single image token."""
 
-    # Published checkpoints have false in preprocessor_config.json, and their processor class true.
+    # Published checkpoints say false in preprocessor_config.json; their processor class says true.
     options: dict[str, Any] = {"crop_to_patches": True}  # noqa: RUF012 - never written
 
     def __init__(self, files: ProcessorFiles) -> None:

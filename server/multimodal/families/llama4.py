@@ -1,10 +1,10 @@
-"""Llama 4: tiles in rows and columns with separators between them, then the whole image."""
+"""Llama 4: tiles in rows and columns with separator tokens, then the whole image."""
 
 from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles, image_size
 
 
 class Llama4Form(NoGrid):
-    """The template writes <|image|>, and the image token is <|patch|>."""
+    """The template writes <|image|>; the placeholder token of the embeddings is <|patch|>."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.value("fake_image_token", "<|image|>")

@@ -1,5 +1,5 @@
-"""LLaVA: an image token for each patch. LLaVA-NeXT: for each patch of the whole image and of its
-tiles, without their padding, and one for the end of each row."""
+"""LLaVA: an image token per patch. LLaVA-NeXT: an image token per patch of the whole image, per
+patch of its tiles without padding, and per end of a row of patches."""
 
 from transformers.image_processing_utils import select_best_resolution
 
@@ -18,8 +18,8 @@ class LlavaForm(NoGrid):
             files.config.get("vision_feature_select_strategy"),
             "default",
         )
-        # CLIP's class token, which "default" drops again; checkpoints that predate the field had
-        # it counted too.
+        # The class token of CLIP, which the strategy "default" drops. Checkpoints without
+        # num_additional_image_tokens also count it.
         extra = files.processor.get("num_additional_image_tokens")
         is_default = strategy == "default"
         self._extra = (1 if is_default else 0) if extra is None else extra
@@ -35,7 +35,7 @@ class LlavaForm(NoGrid):
 
 
 class LlavaNextForm(LlavaForm):
-    """llava_next; its paper calls the sizes of tiled images any resolution."""
+    """llava_next ("any resolution" in its paper)."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -54,7 +54,7 @@ class LlavaNextForm(LlavaForm):
 
 
 def _without_padding(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
-    """Rows and columns of patches that show the image, and no padding."""
+    """Rows and columns of patches without padding."""
     if width / height > columns / rows:
         kept = int(round(height * (columns / width), 7))
         return rows - (rows - kept) // 2 * 2, columns

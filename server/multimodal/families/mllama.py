@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision: one token for an image, which layers of the model read tile by tile."""
+"""Llama 3.2 Vision: one token per image; cross-attention layers read its tiles."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 
 class MllamaForm(NoGrid):
-    """The template writes the token."""
+    """The template writes the image token."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token
@@ -15,5 +15,5 @@ class MllamaForm(NoGrid):
         return self.mark
 
     def num_rows(self, arrays: Arrays) -> int:
-        """One for each tile, padding included."""
+        """Number of tiles, padding included."""
         return int(np.shape(arrays["aspect_ratio_mask"])[-1])

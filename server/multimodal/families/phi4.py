@@ -1,10 +1,10 @@
-"""Phi-4-multimodal: an image token for each embedding, ends of rows included."""
+"""Phi-4-multimodal: an image token per embedding, including the embeddings of row ends."""
 
 from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 
 class Phi4Form(NoGrid):
-    """The template writes one image token."""
+    """The template writes a single image token."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token

@@ -6,7 +6,7 @@ from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 
 class PixtralForm(NoGrid):
-    """Also LLaVA with Pixtral's vision tower."""
+    """Form of Pixtral, Mistral 3, and LLaVA with the vision tower of Pixtral."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token
@@ -14,7 +14,7 @@ class PixtralForm(NoGrid):
         self._end = files.value("image_end_token", "[IMG_END]")
         patch = files.value("patch_size", files.vision.get("patch_size"))
         if isinstance(patch, dict):
-            # Of an image processor, not of the processor.
+            # The field comes from preprocessor_config.json, which has height and width.
             patch = patch["height"]
         merge = files.value("spatial_merge_size", files.config.get("spatial_merge_size"), 1)
         self._patch = patch * merge

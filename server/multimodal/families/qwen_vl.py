@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5: an image token for each square of merged patches."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5: an image token per square of merged patches."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from server.multimodal.families.base import Arrays, ProcessorFiles, VideoForm
 
 MAX_SIDES = 200
-"""Of a frame, the longer to the shorter."""
+"""Maximum ratio of the longer side of a frame to the shorter side."""
 
 
 class QwenVLForm:
@@ -37,7 +37,8 @@ class QwenVLForm:
 
 
 class QwenVideoForm:
-    """A patch of a video is of several frames, two in all checkpoints."""
+    """Video of Qwen2-VL and Qwen2.5-VL. A video patch spans temporal_patch_size frames (2 in all
+    published checkpoints)."""
 
     def __init__(self, files: ProcessorFiles, images: QwenVLForm) -> None:
         self.mark = self._token = files.video_token
@@ -57,7 +58,8 @@ class QwenVideoForm:
     def joined(self, arrays: Arrays) -> Arrays:
         grid = np.asarray(arrays["image_grid_thw"])
         num_frames, (_, height, width) = len(grid), grid[0].tolist()
-        # The image processor repeats each frame for all places in the depth of a patch.
+        # The image processor fills all temporal_patch_size frames of a patch with the same frame.
+        # single copy.
         patches = np.asarray(arrays["pixel_values"]).reshape(
             num_frames, height * width, 3, self._depth, -1
         )[:, :, :, 0]
@@ -75,22 +77,22 @@ class QwenVideoForm:
         return self._token * int(np.prod(self._images.grid(arrays)))
 
     def time_step(self, fps: float) -> float:
-        """Qwen2.5-VL counts seconds, Qwen2-VL patches."""
+        """Position step per temporal patch: 1 for Qwen2-VL; by seconds for Qwen2.5-VL."""
         if self._rate is None:
             return 1.0
-        # In the precision of transformers, which rounds the products down.
+        # float32, as in transformers, which rounds the products down.
         return float(np.float32(self._depth / fps) * np.float32(self._rate))
 
 
 class TimedVideoForm(QwenVideoForm):
-    """Video of Qwen3-VL and Qwen3.5: the prompt has the time of each patch of frames, and the limit
-    of pixels is for all frames together."""
+    """Video of Qwen3-VL and Qwen3.5: the prompt has the timestamp of each temporal patch, and the
+    pixel limit is for all frames together."""
 
     def __init__(self, files: ProcessorFiles, images: QwenVLForm) -> None:
         super().__init__(files, images)
         self._start = files.token("vision_start_token", "<|vision_start|>")
         self._end = files.token("vision_end_token", "<|vision_end|>")
-        # The template writes both around the token; each time has its own.
+        # The template writes start, token and end; `text` writes start and end per timestamp.
         self.mark = self._start + self._token + self._end
         patch: int = files.value("patch_size", files.vision.get("patch_size"), 16)
         self._factor = patch * images.merge
@@ -99,7 +101,7 @@ class TimedVideoForm(QwenVideoForm):
     def frame_size(
         self, count: int, height: int, width: int, size: Mapping[str, int]
     ) -> tuple[int, int] | None:
-        """As transformers computes it."""
+        """Size by the formula of `smart_resize` in the Qwen3-VL video processor of transformers."""
         bounds = {**self._default_size, **size}
         factor, count = self._factor, max(count, self._depth)
         smallest = min(height, width)
@@ -120,7 +122,8 @@ class TimedVideoForm(QwenVideoForm):
         return rounded[0], rounded[1]
 
     def text(self, arrays: Arrays, times: Sequence[float]) -> str:
-        """A patch has the time in the middle of its first and its last frame."""
+        """Timestamps and video tokens; a timestamp is the mean time of a patch's first and last
+        frame."""
         time, height, width = self._images.grid(arrays)
         known = [*times, *[times[-1]] * (time * self._depth - len(times))]
         tokens = self._token * (height * width)

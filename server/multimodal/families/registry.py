@@ -1,4 +1,4 @@
-"""Which PromptForm a checkpoint has."""
+"""PromptForm classes by processor class and by model type."""
 
 from collections.abc import Callable
 
@@ -58,10 +58,10 @@ _BY_MODEL_TYPE: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
 
 
 def prompt_form(files: ProcessorFiles) -> PromptForm:
-    """The form of a checkpoint, by its processor, else by its model. Raises ConfigError."""
+    """The PromptForm for a processor class, else for a model type. Raises ConfigError."""
     name = files.processor.get("processor_class")
     if files.vision.get("model_type") == "pixtral":
-        # Its checkpoints may say LlavaProcessor.
+        # Checkpoints with the vision tower of Pixtral may say LlavaProcessor.
         name = "PixtralProcessor"
     model_type = files.config.get("model_type")
     found = _BY_PROCESSOR.get(str(name)) or _BY_MODEL_TYPE.get(str(model_type))

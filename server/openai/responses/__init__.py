@@ -1,1 +1,1 @@
-"""The Responses API: items, stored responses, background responses, streaming events."""
+"""Responses API: items, stored responses, background responses, stream events."""

@@ -13,7 +13,7 @@ from server.serving.job import Job, sse_frames
 
 
 class BackgroundResponse:
-    """Runs `job` to its end and stores it in `entry`; see `store.RunningResponse`."""
+    """Runs `job` to its end and stores the response in `entry`; see `store.RunningResponse`."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class BackgroundResponse:
         store: ResponseStore,
         record: RequestRecord,
     ) -> None:
-        """`record`: the access log record of the job; the request that started it ends earlier."""
+        """`record`: access log record of the job; the request that started the job ends earlier."""
         self._job = job
         self._record = record
         self._writer = writer
@@ -32,8 +32,8 @@ class BackgroundResponse:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Register in the store and start. Raises Overloaded if the store is full; the job has
-        ended then."""
+        """Register in the store and start. Raises Overloaded if the store is full; the job is then
+        closed."""
         self._entry.running = self
         try:
             self._store.add_running(self._entry)
@@ -50,10 +50,11 @@ class BackgroundResponse:
         return self._job.num_answer_values
 
     async def cancel(self) -> None:
-        """Cancel it; its output so far is stored. A response that is ending ends as it would."""
+        """Cancel the response and store its output so far. No effect if the response is already
+        ending."""
         if self._writer.has_ended:
             return
-        # The task must not add output meanwhile.
+        # Stop the task first, so that it adds no output.
         self.stop()
         self._store_frames(await self._writer.cancelling())
         self._entry.notify()

@@ -1,4 +1,4 @@
-"""From the body of a response to the equivalent chat request, with its whole history."""
+"""Convert the body of a response to the equivalent chat request with its whole history."""
 
 import asyncio
 import contextlib
@@ -19,22 +19,22 @@ from server.openai.schema.chat import ChatBody
 
 ID_PREFIX = "resp_"
 MAX_CONVERSATION_BYTES = 64 * 2**20
-"""JSON of the items before a request, and of the items that it references: decoded they take up to
-ten times as much memory."""
+"""Maximum JSON size of the previous items and the referenced items of a request; decoded items take
+up to ten times as much memory."""
 MAX_REFERENCES = 16_384
-"""References to items in one request: their responses are found in some 10 ms."""
+"""Maximum item references of a request: finding their responses takes about 10 ms."""
 _SHOWN = 80
 _FIELD_NAMES = {
     "logprobs": "include",
     **{chat_name: name.partition(".")[0] for chat_name, name in MOVED.items()},
 }
-"""Chat fields and the fields of this API that hold them."""
+"""Fields of this API by the chat field that they set."""
 _MESSAGE_WORDS = (
     ("].function", "]"),
     ("reasoning_effort", "reasoning.effort"),
     ("response_format", "text.format"),
 )
-"""The same for error messages."""
+"""Words of chat error messages and their replacements in this API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class ResponseRequest:
 
     chat: ChatBody
     history: ItemHistory
-    """The input items, linked to all previous ones."""
+    """Input items, linked to all previous items."""
 
 
 @contextlib.contextmanager
 def as_response_fields() -> Iterator[None]:
-    """Errors about chat fields name the fields of this API."""
+    """Replace chat fields in errors by the fields of this API."""
     try:
         yield
     except UserError as error:
@@ -66,9 +66,9 @@ async def resolve_request(
     owner: str,
     kinds: Collection[bytes],
 ) -> ResponseRequest:
-    """The request for response `number` from `body`, which had `num_bytes`. `kinds`: what the model
-    takes besides text. Raises UserError, and NotFound for a response or an item that is not stored
-    for `owner`."""
+    """The request for response `number` from `body`, whose JSON has `num_bytes`. `kinds`: media
+    that the model takes besides text. Raises UserError, and NotFound for a response or an item that
+    is not stored for `owner`."""
     body.check()
     before = None if body.previous_response_id is None else previous(store, body, owner)
     if num_bytes <= MANY_BYTES:
@@ -84,8 +84,8 @@ async def resolve_request(
 
 
 def previous_number(body: ResponseBody) -> str:
-    """The number of the response that `body` continues, or of one whose items it references (a
-    conversation is stored in one process); empty if there is none."""
+    """Number of the response that `body` continues, or of a response whose items `body` references:
+    the process that stores the conversation has this number. Empty for a new conversation."""
     if body.previous_response_id is not None:
         return body.previous_response_id.removeprefix(ID_PREFIX)
     items = body.input if isinstance(body.input, list) else ()
@@ -125,7 +125,7 @@ def _resolve(
 
 
 async def _with_references(store: ResponseStore, items: list[Item], owner: str) -> list[Item]:
-    """`items` with references resolved. Raises NotFound and UserError."""
+    """Resolve references in `items`. Raises NotFound and UserError."""
     ids = [item["id"] for item in items if item["type"] == "item_reference"]
     if not ids:
         return items
@@ -140,10 +140,10 @@ async def _with_references(store: ResponseStore, items: list[Item], owner: str) 
 
 
 def _resolved(items: list[Item], ids: list[str], entries: list[StoredResponse]) -> list[Item]:
-    """`items` with the items of `entries` in place of references to them."""
+    """Replace references in `items` by the items of `entries`."""
     wanted, encoded = frozenset(ids), dict[str, msgspec.Raw]()
     for entry in entries:
-        # The id of an item names its response, so that previous ones need not be searched.
+        # The id of an item names its response: previous responses are not searched.
         encoded |= entry.input_history.find(wanted)
         if entry.full_history is not None:
             encoded |= entry.full_history.find(wanted)

@@ -26,33 +26,33 @@ PREFIXES = {
 }
 ROLES = ("user", "system", "developer", "assistant")
 _OURS = ("output_text",)
-"""Part types of a message of the assistant."""
+"""Part types of assistant messages."""
 _CONTENT = ("role", "content", "text")
-"""Fields of items that say something to the model."""
+"""Fields with content for the model."""
 _SHOWN = 40
 
 
 def item_id(kind: str, number: str, place: str) -> str:
-    """The id of an item of response `number`, which references may name."""
+    """Id of an item of response `number`, for references."""
     return f"{PREFIXES[kind]}_{number}_{place}"
 
 
 def number_in(given_id: str) -> str | None:
-    """The number of the response that an item's id belongs to; None for a foreign id."""
+    """Number of the response in an item id; None for an id of another server."""
     prefix, _, rest = given_id.partition("_")
     number, _, place = rest.partition("_")
     return number if prefix in PREFIXES.values() and number and place else None
 
 
 def is_reference(item: Item) -> bool:
-    """Whether it is a reference to a stored item."""
+    """Whether `item` is a reference to a stored item."""
     kind = item.get("type")
     return kind == "item_reference" or (kind is None and "role" not in item)
 
 
 def read_items(given: Any, number: str, kinds: Collection[bytes] = ()) -> list[Item]:
-    """The items of the `input` of response `number`; references stay. `kinds`: what the model takes
-    besides text. Raises UserError."""
+    """Read the `input` of response `number` as items; references are kept. `kinds`: media that the
+    model takes besides text. Raises UserError."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -70,8 +70,8 @@ def read_items(given: Any, number: str, kinds: Collection[bytes] = ()) -> list[I
 
 
 def ignored_items(given: Any) -> Iterator[str]:
-    """The items and content parts that are left out of the conversation, as the answer names
-    them."""
+    """Names of the items and content parts that are left out of the conversation, for the header of
+    ignored fields."""
     yield from ignored_entries("input", given, _is_ignored_item)
     for place, item in enumerate(given if isinstance(given, list) else ()):
         if isinstance(item, dict) and item.get("role") == "assistant":
@@ -81,8 +81,8 @@ def ignored_items(given: Any) -> Iterator[str]:
 
 
 def _is_ignored_item(item: Any) -> bool:
-    """Whether it is an item of another server's tools or memory. An item that says something to the
-    model is never ignored."""
+    """Whether `item` belongs to another server's tools or memory. Items with content for the model
+    are never ignored."""
     kind = type_of(item)
     if kind is None or kind in PREFIXES or kind == "item_reference" or kind.startswith("input_"):
         return False
@@ -92,7 +92,7 @@ def _is_ignored_item(item: Any) -> bool:
 def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]) -> Item:
     if not isinstance(item, dict):
         raise _bad(f"{where} is not an object")
-    # Only a missing type means message; {} and "" are invalid.
+    # Only a missing type means message; {} and "" are invalid types.
     kind = "message" if item.get("type") is None else item["type"]
     if is_reference(item):
         kind = "item_reference"
@@ -161,7 +161,8 @@ def _part(part: Any, where: str, taken: tuple[str, ...]) -> Item:
 
 
 def _call(item: Item, where: str, field: str) -> Item:
-    """`field`: the name of the arguments, which the model wrote: they are taken in any form."""
+    """Normalize a call item. `field`: name of the arguments field, which accepts any form because
+    the model wrote the arguments."""
     fields = {name: item.get(name) for name in ("call_id", "name")}
     for name, value in fields.items():
         if not isinstance(value, str) or not value:

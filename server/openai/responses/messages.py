@@ -9,13 +9,13 @@ from server.openai.responses.tools import flat_name
 Message = dict[str, Any]
 
 LEADING = ("system", "developer")
-"""Roles of the messages that say at the start what the model is to do."""
+"""Roles of leading instruction messages."""
 
 
 def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[Message]:
-    """The messages of checked `items`. Consecutive output of the model (reasoning, text, calls) is
-    one message; `instructions` and the system messages after them are one, since many templates
-    take only one."""
+    """Convert checked `items` to chat messages. Consecutive output of the model (reasoning, text,
+    calls) becomes a single message. `instructions` and the system messages after them are merged,
+    since many templates accept only a single system message."""
     outputs = ("function_call_output", "custom_tool_call_output")
     builder = _MessageBuilder({item["call_id"] for item in items if item["type"] in outputs})
     for item in items:
@@ -35,12 +35,12 @@ class _MessageBuilder:
         self._answered = answered
         self.messages: list[Message] = []
         self._assistant: Message | None = None
-        """The assistant message that the next items may extend."""
+        """Assistant message that the next items may extend."""
         self._names: dict[str, str] = {}
         """Function names by call id."""
         self._texts: dict[str, list[str]] = {}
-        """Texts that `finish` adds to fields of the assistant message: one long text for each item
-        would take the square of the time."""
+        """Text pieces that `finish` joins into fields of the assistant message: joining at each
+        item would take quadratic time."""
 
     def add(self, item: Item) -> None:
         kind = item["type"]
@@ -79,14 +79,14 @@ class _MessageBuilder:
 
     def _add_call(self, item: Item) -> None:
         if item["status"] == "incomplete" and item["call_id"] not in self._answered:
-            # The answer was cut: the arguments are not JSON, and the call was never made.
+            # The answer was cut: the arguments are not JSON, and the call was never executed.
             return
         if self._assistant is None:
             self._start_assistant()
         assert self._assistant is not None
         name = flat_name(item["name"], item.get("namespace"))
         self._names[item["call_id"]] = name
-        # The text of a custom call is no JSON, and templates take only objects.
+        # The text of a custom call is not JSON, and templates accept only objects.
         is_custom = item["type"] == "custom_tool_call"
         arguments = {"input": item["input"]} if is_custom else item["arguments"]
         function = {"name": name, "arguments": arguments}
@@ -104,7 +104,7 @@ class _MessageBuilder:
         self.messages.append(message)
 
     def finish(self) -> list[Message]:
-        """The messages of all items."""
+        """Join the text pieces, and return the messages of all items."""
         self._end_assistant()
         return self.messages
 
@@ -122,7 +122,7 @@ class _MessageBuilder:
 
 
 def _content(parts: list[Item]) -> str | list[Item]:
-    """One part as text; several as parts, which some templates render differently."""
+    """A single part as text; several parts as a list, which some templates render differently."""
     return parts if len(parts) > 1 or _has_image(parts) else _joined(parts)
 
 

@@ -1,4 +1,4 @@
-"""The output items of a response, and the stream events of their changes."""
+"""Output items of a response, and the stream events of their changes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ StreamEvent = dict[str, Any]
 
 @dataclass(slots=True)
 class OutputItem:
-    """An item of the output. `fields` are constant."""
+    """Item of the output. `fields` are constant."""
 
     kind: str
     output_index: int
@@ -33,7 +33,7 @@ class OutputItem:
 
     @property
     def part(self) -> Item:
-        """The content part with its text."""
+        """Content part with its text."""
         text = "".join(self.texts)
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -57,7 +57,7 @@ class OutputItem:
 
 
 class ResponseOutput:
-    """The output of response `number`: `add` its deltas, then `close` it."""
+    """Output of response `number`: call `add` with each delta, then `close`."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class ResponseOutput:
         hides_reasoning: bool,
     ) -> None:
         """`parse` splits deltas into reasoning, text and calls. `namespaces`: namespace and name of
-        functions, by the name that the model sees. `hides_reasoning`: items of reasoning have
-        `encrypted_content`, too."""
+        functions, by the name that the model sees. `hides_reasoning`: reasoning items also have
+        `encrypted_content`."""
         self._number = number
         self._parse = parse
         self._token_formatter = token_formatter
@@ -130,7 +130,7 @@ class ResponseOutput:
     def _handle(self, event: ParserEvent) -> list[StreamEvent]:
         if isinstance(event, TextDelta):
             return [*self._open_message(), self._add_text(event.text)]
-        # These tokens belong to no text.
+        # The tokens belong to no text.
         self._pending = []
         if isinstance(event, ReasoningDelta):
             return self._add_reasoning(event.text) if self._shows_reasoning else []

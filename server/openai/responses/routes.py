@@ -34,9 +34,9 @@ from server.serving.state import AppState
 
 ROUTE = "/v1/responses"
 MAX_ITEMS = 100
-"""Of one page of input items."""
+"""Maximum items of a page of input items."""
 BYTES_PER_VALUE = 16
-"""Stored JSON has a value in this many bytes: most of it is text."""
+"""Assumed bytes per JSON value of stored responses, which are mostly text."""
 
 
 def response_routes(state: AppState) -> APIRouter:
@@ -67,7 +67,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
             store, body, sent.num_bytes, state.peers.new_id(), owner, state.media_kinds
         )
         if body.background:
-            # A record of its own: the job continues when this request has ended.
+            # A separate record: the job continues after this request has ended.
             attach_record(request.scope, replace(record_of(request.scope)))
         job = await _start(state, request, resolved, is_cut=body.truncation == "auto")
         entry = StoredResponse(job.id, owner, resolved.history, is_background=bool(body.background))
@@ -83,7 +83,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         try:
             writer = await asyncio.to_thread(make_writer) if is_long else make_writer()
         except BaseException:
-            # Also when the client is gone meanwhile.
+            # This includes the cancellation when the client disconnects.
             job.close()
             raise
         if body.background:
@@ -191,7 +191,7 @@ async def _read(state: AppState, request: Request) -> tuple[ReceivedBody, Respon
 
 
 def _entry(store: ResponseStore, request: Request, response_id: str) -> StoredResponse:
-    """Raises NotFound for what is not stored for the request's API key."""
+    """The stored response. Raises NotFound if it is not stored for the request's API key."""
     return store.get(response_id, record_of(request.scope).owner)
 
 

@@ -1,4 +1,4 @@
-"""The body of /v1/responses, and the equivalent chat fields."""
+"""Body of /v1/responses, and the equivalent chat fields."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -45,7 +45,7 @@ WITH_HIDDEN_REASONING = "reasoning.encrypted_content"
 INCLUDABLE = (
     WITH_LOGPROBS,
     WITH_HIDDEN_REASONING,
-    # Items that this server never produces: there is nothing to leave out.
+    # Values that request items which this server never produces.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -60,7 +60,7 @@ MOVED = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
-"""Chat fields with another name in this API."""
+"""Chat fields, and the fields of this API with another name."""
 _SHOWN = 40
 
 _KINDS = (*PREFIXES, "item_reference")
@@ -159,7 +159,7 @@ class ResponseBody(GenerationBody):
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
-        """The unknown fields, and the tools and items that are ignored."""
+        """Names of unknown fields, and of ignored tools and items."""
         return [
             *super().unknown_fields(data),
             *ignored_tools(data.get("tools")),
@@ -207,7 +207,7 @@ class ResponseBody(GenerationBody):
 
     @property
     def chat_fields(self) -> dict[str, Any]:
-        """What a chat body has for these fields, but for its messages. Raises UserError."""
+        """Fields of the equivalent chat body, except messages. Raises UserError."""
         shared = {name: getattr(self, name) for name in _SHARED}
         tools, choice = chat_tools(self.tools), chat_choice(self.tool_choice)
         if isinstance(choice, dict) and choice["type"] == "allowed_tools":
@@ -232,7 +232,7 @@ _SHARED = (
 
 
 def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """`text.format` as a chat's response_format: what a schema has stands one level deeper."""
+    """`text.format` as response_format of a chat, where a JSON schema is nested a level deeper."""
     if given is None or given.get("type") != "json_schema":
         return given
     return {

@@ -15,9 +15,9 @@ from server.http.json_encoder import encode_json
 from server.openai.responses.items import Item
 
 CONTINUABLE = ("completed", "incomplete")
-"""Final statuses of a response that another one can continue."""
+"""Final statuses of responses that a later response can continue."""
 MIN_EXPIRY_INTERVAL_S = 1.0
-"""Between two checks for expired responses."""
+"""Minimum seconds between two checks for expired responses."""
 _SHOWN = 80
 
 
@@ -26,10 +26,10 @@ class _Identified(msgspec.Struct):
 
 
 class ItemHistory:
-    """Items of one request or response as JSON, linked to the previous ones; reference counted.
+    """Items of a request or response as JSON, linked to the previous history; reference counted.
 
-    It lives as long as a stored response leads to it, so a conversation can continue after its
-    first responses were evicted.
+    A history lives as long as a stored response refers to it, directly or through later histories,
+    so a conversation can continue after its first responses are evicted.
     """
 
     def __init__(self, data: bytes, before: "ItemHistory | None") -> None:
@@ -69,7 +69,7 @@ class ItemHistory:
         return [item for history in reversed(histories) for item in decode_json(history.data)]
 
     def find(self, ids: Collection[str]) -> dict[str, msgspec.Raw]:
-        """The items with `ids` as JSON, without those of previous histories."""
+        """JSON items of this history with `ids`. Previous histories are not searched."""
         found = {}
         for item in msgspec.json.decode(self.data, type=list[msgspec.Raw]):
             item_id = msgspec.json.decode(item, type=_Identified).id
@@ -85,26 +85,26 @@ class ItemHistory:
 
 
 class EndedResponse(NamedTuple):
-    """A response that has ended, as it is stored."""
+    """Response that has ended, in its stored form."""
 
     status: str
     data: bytes
     """The response as JSON."""
     output: bytes
-    """Its output items as JSON."""
+    """Output items as JSON."""
 
 
 def ended_response(response: dict[str, Any]) -> EndedResponse:
-    """Call it on a thread for a long response."""
+    """Encode an ended response. Call it on a thread for a long response."""
     return EndedResponse(response["status"], encode_json(response), encode_json(response["output"]))
 
 
 class RunningResponse(Protocol):
-    """A background response that has not ended."""
+    """Background response that has not ended."""
 
     @property
     def num_values(self) -> int:
-        """Values of `fields`, estimated."""
+        """Estimated number of JSON values of `fields`."""
         ...
 
     def fields(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class RunningResponse(Protocol):
         ...
 
     async def cancel(self) -> None:
-        """End it now with status cancelled, unless it is ending."""
+        """End the response with status cancelled, unless it is already ending."""
         ...
 
     def stop(self) -> None:
@@ -122,24 +122,24 @@ class RunningResponse(Protocol):
 
 @dataclass(slots=True)
 class StoredResponse:
-    """One stored response."""
+    """A stored response."""
 
     id: str
     owner: str
-    """Which API key it was created with (see ApiKeys.check); no other one finds it."""
+    """API key that created the response (see ApiKeys.check); only this key finds it."""
     input_history: ItemHistory
-    """Its input, and all items before that."""
+    """Input items, linked to all previous items."""
     full_history: ItemHistory | None = None
-    """Input and output, once it has ended well: the next response can continue it."""
+    """Input and output, once the response has a CONTINUABLE status."""
     data: bytes = b""
-    """The response as JSON, once it has ended."""
+    """The response as JSON; empty until it has ended."""
     status: str = "in_progress"
     running: RunningResponse | None = None
     is_background: bool = False
     events: list[bytes] | None = None
-    """The frames of its stream; index = sequence number. None if it is not streamed."""
+    """Frames of the stream; index = sequence number. None if the response is not streamed."""
     num_bytes: int = 0
-    """Without its histories."""
+    """Size without histories."""
     stored_s: float = 0.0
     has_changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced, when `events` grow or the response ends."""
@@ -152,7 +152,7 @@ class StoredResponse:
 
 class ResponseStore:
     """Responses by id. Running responses count towards the bounds and are never evicted; if they
-    fill the store, no new one is accepted."""
+    fill the store, new responses are refused."""
 
     def __init__(
         self,
@@ -161,13 +161,13 @@ class ResponseStore:
         max_age_s: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_count` 0: nothing is stored."""
+        """`max_count` 0: no responses are stored."""
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._now = now
         self._entries: dict[str, StoredResponse] = {}
-        """In insertion order."""
+        """Stored responses by id, in insertion order."""
         self.num_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -179,8 +179,8 @@ class ResponseStore:
         return self._max_count > 0
 
     def get(self, response_id: str, owner: str) -> StoredResponse:
-        """Raises NotFound, with the same text for a response of another owner as for an unknown
-        one."""
+        """The response. Raises NotFound, with the same text for an unknown response and for a
+        response of another owner."""
         if not (found := self.find([response_id], owner)):
             raise NotFound(f"There is no response {response_id[:_SHOWN]!r}, or no longer.")
         return found[0]
@@ -202,7 +202,7 @@ class ResponseStore:
             raise Overloaded(f"{len(self._entries)} responses run in the background")
 
     def add_bytes(self, entry: StoredResponse, num_bytes: int) -> None:
-        """Count more bytes of a response; ignored if it is not stored. Raises Overloaded if it is
+        """Count more bytes of a response, if it is stored. Raises Overloaded if the response is
         running and the bytes exceed the bound."""
         if entry.id not in self._entries:
             return
@@ -211,8 +211,9 @@ class ResponseStore:
             raise Overloaded(f"the responses that are kept have {self._max_bytes} bytes")
 
     def finish(self, entry: StoredResponse, response: EndedResponse) -> None:
-        """Store `entry`, new or running until now, as it ended; not if it was removed, or is larger
-        than the store. A second end of an entry changes nothing."""
+        """Store the ended response in `entry`, whether new or running. No effect if a background
+        response was removed from the store or `entry` has already ended; a response larger than the
+        store is removed."""
         was_stored = entry.id in self._entries
         if entry.data or (entry.is_background and not was_stored):
             return
@@ -235,7 +236,7 @@ class ResponseStore:
         self._schedule_expiry()
 
     def remove(self, entry: StoredResponse) -> None:
-        """Remove it. Safe twice."""
+        """Remove a response and stop it if it runs. Safe to call twice."""
         if self._entries.pop(entry.id, None) is None:
             return
         self.num_bytes -= entry.num_bytes + entry.input_history.release()
@@ -250,7 +251,8 @@ class ResponseStore:
         self.num_bytes += num_bytes
 
     def _evict(self) -> bool:
-        """Evict ended responses until the bounds hold; False if they still do not."""
+        """Evict ended responses until the bounds hold; returns False if the bounds still do not
+        hold."""
         while not self._fits:
             oldest = next((one for one in self._entries.values() if one.running is None), None)
             if oldest is None:
@@ -270,7 +272,7 @@ class ResponseStore:
                 self.remove(entry)
 
     def _schedule_expiry(self) -> None:
-        """Schedule the next expiry: there may be no further request."""
+        """Schedule the next expiry, since there may be no further request."""
         if self._timer is None and self._entries:
             oldest_s = self._now() - next(iter(self._entries.values())).stored_s
             left_s = max(self._max_age_s - oldest_s, MIN_EXPIRY_INTERVAL_S)

@@ -1,5 +1,5 @@
-"""Tools of a response to tools of a chat: functions, and functions of namespaces as
-`namespace__name`. Other tools are ignored, since this server runs no tools of its own."""
+"""Convert tools of a response to tools of a chat: functions, and functions of namespaces as
+`namespace__name`. Other tools are ignored, since this server runs no tools."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,13 +15,13 @@ _SHOWN = 40
 
 
 def flat_name(name: Any, namespace: Any) -> Any:
-    """The name of a function as the model sees it."""
+    """Name of a function as the model sees it."""
     is_in_namespace = isinstance(namespace, str) and namespace and isinstance(name, str)
     return f"{namespace}__{name}" if is_in_namespace else name
 
 
 def chat_tools(tools: list[Any] | None) -> list[Tool] | None:
-    """The functions as a chat has them. Raises UserError."""
+    """The functions as tools of a chat. Raises UserError."""
     functions = []
     for tool, namespace, where in _functions(tools):
         function = {name: tool[name] for name in _FUNCTION_FIELDS if tool.get(name) is not None}
@@ -33,8 +33,8 @@ def chat_tools(tools: list[Any] | None) -> list[Tool] | None:
 
 
 def namespaced_names(tools: list[Any] | None) -> Mapping[str, tuple[str, str]]:
-    """Namespace and name of each function of a namespace, by the name that the model sees; `tools`
-    were checked."""
+    """Namespace and name of each namespace function, by the name that the model sees; `tools` must
+    have been checked."""
     found, plain = {}, set()
     for tool, namespace, _ in _functions(tools):
         if namespace is None:
@@ -45,7 +45,7 @@ def namespaced_names(tools: list[Any] | None) -> Mapping[str, tuple[str, str]]:
 
 
 def offered_tools(tools: list[Any] | None) -> list[Tool]:
-    """The tools that the model sees, for the response object. `tools` were checked."""
+    """Tools that the model sees, for the response object. `tools` must have been checked."""
     offered = []
     for tool in tools or ():
         if tool["type"] == "function":
@@ -64,7 +64,7 @@ def offered_tools(tools: list[Any] | None) -> list[Tool]:
 
 
 def ignored_tools(tools: Any) -> Iterator[str]:
-    """The tools that the model does not see, as the answer names them."""
+    """Names of the tools that the model does not see, for the header of ignored fields."""
     yield from ignored_entries("tools", tools, _is_ignored)
     for place, tool in enumerate(tools if isinstance(tools, list) else ()):
         if type_of(tool) == "namespace":
@@ -72,7 +72,8 @@ def ignored_tools(tools: Any) -> Iterator[str]:
 
 
 def chat_choice(choice: Any) -> Any:
-    """The tool_choice of a chat; a choice of allowed tools stays unchanged. Raises UserError."""
+    """Convert a tool_choice to the tool_choice of a chat; a choice of allowed tools stays
+    unchanged. Raises UserError."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
@@ -88,8 +89,8 @@ def chat_choice(choice: Any) -> Any:
 
 
 def allowed_tools(tools: list[Tool] | None, choice: Tool) -> tuple[list[Tool] | None, Any]:
-    """The functions that a `choice` of allowed tools leaves, and its mode: auto or required.
-    `tools` are the tools of the chat. Raises UserError."""
+    """The tools of the chat that a `choice` of allowed tools permits, and its mode: auto or
+    required. `tools`: all tools of the chat. Raises UserError."""
     mode, listed = choice.get("mode"), choice.get("tools")
     if not isinstance(listed, list):
         raise UserError("tool_choice must have tools, a list", param="tool_choice")

@@ -11,9 +11,9 @@ from server.text.template_renderer import TextTooLong
 
 
 async def shortened(state: AppState, request: Request, chat: ChatBody) -> ChatBody:
-    """`chat` without as many of its oldest messages as necessary; leading system messages stay. It
-    then starts with a user message and always keeps the last one: a prompt that is still too long
-    is refused. Renders and counts about log2(messages) times."""
+    """Drop as few of the oldest messages of `chat` as the context requires. Leading system messages
+    stay, the next message is a user message, and the last user message is always kept: a prompt
+    that is still too long is refused later. Renders and counts about log2(messages) times."""
     messages = chat.messages
     head = next((i for i, entry in enumerate(messages) if entry["role"] not in LEADING), 0)
     starts = [i for i in range(head + 1, len(messages)) if messages[i]["role"] == "user"]
@@ -32,7 +32,7 @@ async def shortened(state: AppState, request: Request, chat: ChatBody) -> ChatBo
 
 
 def is_too_long(error: UserError) -> bool:
-    """Whether a prompt was refused for its length: by the context, or before it was counted."""
+    """Whether a prompt was refused for its length, in tokens or in characters."""
     return error.code == "context_length_exceeded" or isinstance(error, TextTooLong)
 
 

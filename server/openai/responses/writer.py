@@ -1,4 +1,4 @@
-"""The response object while it is generated: its fields, and its events as SSE frames."""
+"""Response object during generation: its fields, and its events as SSE frames."""
 
 import asyncio
 import time
@@ -45,7 +45,7 @@ class ResponseWriter:
         self._error: Fields | None = None
         self._completed_at: int | None = None
         self.has_ended = False
-        """Whether it is decided how it ends."""
+        """Whether the final status is decided."""
         self._num_events = 0
         self._output = ResponseOutput(
             number_of(job.id),
@@ -58,7 +58,7 @@ class ResponseWriter:
         )
 
     def fields(self) -> Fields:
-        """The response so far."""
+        """Fields of the response so far."""
         is_over = self._status in ("completed", "incomplete", "failed", "cancelled")
         reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return {
@@ -132,7 +132,7 @@ def number_of(response_id: str) -> str:
 
 
 def _encoded(value: Any) -> msgspec.Raw:
-    """A field of a request, which may be large and is in several events, as JSON."""
+    """JSON of a request field, which may be large and is repeated in several events."""
     return msgspec.Raw(long_json_line(value))
 
 
@@ -149,7 +149,7 @@ def _usage_of(job: Job) -> Fields:
 
 
 def _fields_of(job: Job, body: ResponseBody, *, is_stored: bool) -> Fields:
-    """The constant fields of a response: request fields and their defaults."""
+    """Constant fields of a response: request fields and their defaults."""
     text, reasoning = body.text, body.reasoning
     return {
         "id": job.id,

@@ -79,7 +79,7 @@ class ChatPromptBody(Body):
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
-        """The unknown fields, and the tools and content parts that are ignored."""
+        """Names of unknown fields, and of ignored tools and content parts."""
         return [
             *super().unknown_fields(data),
             *ignored_entries("tools", data.get("tools"), is_foreign_tool),
@@ -87,7 +87,8 @@ class ChatPromptBody(Body):
         ]
 
     def check_conversation(self, *, trust_template: bool, kinds: Collection[bytes] = ()) -> None:
-        """`kinds`: what the model takes besides text. Raises UserError."""
+        """Check messages, tools and template fields. `kinds`: media that the model takes besides
+        text. Raises UserError."""
         check_messages(self.messages, kinds)
         check_tools(self.tools, self.tool_choice)
         if self.chat_template is not None and not trust_template:
@@ -110,17 +111,17 @@ class ChatPromptBody(Body):
 
     @property
     def text(self) -> str:
-        """The text of all messages, joined; they must have been checked."""
+        """Text of all messages, joined; the messages must have been checked."""
         return "".join(map(_text_of, self.messages))
 
     @property
     def last_text(self) -> str:
-        """The text of the last message; it must have been checked."""
+        """Text of the last message; the message must have been checked."""
         return _text_of(self.messages[-1])
 
     @property
     def visible_tools(self) -> list[Any] | None:
-        """The functions that the model sees; None with tool_choice none, and without functions."""
+        """Functions that the model sees; None without functions or if tool_choice is none."""
         if self.tool_choice == "none":
             return None
         return [tool for tool in self.tools or () if not is_foreign_tool(tool)] or None
@@ -133,8 +134,8 @@ class ChatPromptBody(Body):
         return self.add_generation_prompt
 
     def template_variables(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """`defaults`, overridden by the variables that reasoning_effort sets, overridden by
-        chat_template_kwargs."""
+        """Template variables: `defaults`, then the variables that reasoning_effort sets, then
+        chat_template_kwargs; later values take precedence."""
         variables = dict(defaults)
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
@@ -203,7 +204,8 @@ class ChatBody(ChatPromptBody, GenerationBody):
 
     @property
     def constraint(self) -> tuple[str, GrammarSpec] | None:
-        """As in GenerationBody; for tool_choice required or named, the grammar of the calls."""
+        """Field and grammar that constrain the output. If tool_choice is required or names a tool,
+        the grammar of the tool calls."""
         if self.visible_tools is not None:
             parallel = self.parallel_tool_calls is not False
             forced = forced_schema(self.visible_tools, self.tool_choice, is_parallel=parallel)
@@ -218,22 +220,22 @@ class ChatBody(ChatPromptBody, GenerationBody):
 
     @property
     def max_calls(self) -> int | None:
-        """The maximum number of calls of an answer; None: no maximum."""
+        """Maximum number of calls in an answer; None: no maximum."""
         return 1 if self.parallel_tool_calls is False else None
 
     @property
     def continued_text(self) -> str | None:
-        """The text that the answer continues, with continue_final_message."""
+        """Text that the answer continues; None without continue_final_message."""
         return self.last_text if self.continue_final_message else None
 
     def wants_reasoning(self, defaults: Mapping[str, Any]) -> bool:
-        """Whether reasoning is not disabled, also not by `defaults` of the template's variables."""
+        """False if the body or `defaults` disable reasoning by a template variable."""
         variables = self.template_variables(defaults)
         return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
 
     @property
     def forced_name(self) -> str | None:
-        """The function that tool_choice names."""
+        """Name of the function that tool_choice names."""
         return name_of(self.tool_choice)
 
     @property
@@ -245,7 +247,7 @@ class ChatBody(ChatPromptBody, GenerationBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """None: not requested; 0: only the chosen token."""
+        """Number of top log-probabilities; None: not requested; 0: only the chosen token."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -258,7 +260,8 @@ def _text_of(message: Message) -> str:
 
 
 def _ignored_parts(messages: Any) -> Iterator[str]:
-    """The content parts of earlier answers that are left out, as the answer names them."""
+    """Names of the content parts of earlier answers that are left out, for the header of ignored
+    fields."""
     for place, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict) and message.get("role") == "assistant":
             yield from ignored_entries(
@@ -319,8 +322,8 @@ def part_text(
     taken: Sequence[str],
     param: str = "messages",
 ) -> tuple[str, str]:
-    """Type and text of a content part. Raises UserError for one that is no text; `taken`: the types
-    that the model takes there, for the error."""
+    """Type and text of a content part. Raises UserError for a part without text. `taken`: part
+    types that are accepted at `where`, for the error."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise UserError(f"{where} must be an object with a type, such as {taken[0]!r}", param=param)

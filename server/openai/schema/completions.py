@@ -82,21 +82,21 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_drawn(self) -> int:
-        """How many choices are drawn for each prompt; the best `n` of them are answered."""
+        """Number of choices drawn per prompt; the response has the best `n` choices."""
         return self.best_of or self.n or 1
 
     @property
     def limit(self) -> int:
-        """How many tokens may be generated for each choice."""
+        """Maximum generated tokens of a choice."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> Texts | TokenLists:
-        """The prompts, one or many, all of one kind. Raises UserError."""
+        """Prompts as a list, all texts or all token ids. Raises UserError."""
         return given_prompts(self.prompt, "prompt", MAX_PROMPTS)
 
 
 def numbers_of_ids(given: Any) -> list[int]:
-    """Lengths of the lists of token ids; nothing is checked."""
+    """Lengths of the lists of token ids, without checks."""
     if not isinstance(given, list) or not given:
         return []
     if _is_id(given[0]):
@@ -105,7 +105,7 @@ def numbers_of_ids(given: Any) -> list[int]:
 
 
 def given_prompts(given: Any, name: str, most: int) -> Texts | TokenLists:
-    """The entries of field `name`, all of one kind. Raises UserError."""
+    """Entries of field `name` as a list, all texts or all token ids. Raises UserError."""
     if isinstance(given, str):
         return [given]
     if not isinstance(given, list):

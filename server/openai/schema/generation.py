@@ -33,11 +33,11 @@ R = TypeVar("R")
 MAX_SALT_CHARACTERS = 128
 MAX_REQUEST_ID_CHARACTERS = 512
 INLINE_IDS = 5_000
-"""Token ids of fields that are converted on the event loop: a millisecond."""
+"""Maximum token ids converted on the event loop, about a millisecond."""
 INLINE_WEIGHT = 2_000
-"""Weight (see `weighs_more`) of the fields with schemas that are converted on the event loop."""
+"""Maximum weight (see `weighs_more`) of fields with schemas converted on the event loop."""
 MAX_STOP_CHARACTERS = 1_024
-"""Of one stop string: each token's text is compared with every prefix of it."""
+"""Maximum length of a stop string: the text of each token is compared with all its prefixes."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters that a model's generation_config may set."""
 
@@ -69,8 +69,8 @@ UNSUPPORTED: Unsupported = {
     "repetition_detection": (),
     "vllm_xargs": ({},),
 }
-"""Unsupported fields, and the values that are harmless (null always is). To ignore one silently
-would return wrong output with a 200."""
+"""Unsupported fields, and their harmless values (null always is harmless). Other values are
+refused: to ignore them silently would return wrong output with a 200."""
 
 
 class Body(BaseModel):
@@ -79,7 +79,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[Unsupported] = {}
     without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Fields that other servers define, and that no answer of this server could depend on."""
+    """Fields of other servers that could not change any response of this server."""
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
@@ -214,14 +214,15 @@ class GenerationBody(Body):
 
     @property
     def is_large(self) -> bool:
-        """Whether its checks and conversions take more than a few milliseconds."""
+        """Whether checks and conversions of the body take more than a few milliseconds."""
         lists = (self.logit_bias, self.stop_token_ids, self.allowed_token_ids)
         if sum(len(entries) for entries in lists if entries is not None) > INLINE_IDS:
             return True
         return weighs_more([getattr(self, name) for name in self.schema_fields], INLINE_WEIGHT)
 
     async def on_thread_if_large(self, call: Callable[[], R]) -> R:
-        """The result of `call`, which checks or converts this body. Raises what `call` raises."""
+        """Result of `call`, which checks or converts this body; on a thread if the body is large.
+        Raises the errors of `call`."""
         return await asyncio.to_thread(call) if self.is_large else call()
 
     async def sampling_params(
@@ -250,7 +251,8 @@ class GenerationBody(Body):
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> SamplingParams:
-        """The requested parameters over the model's `defaults`. Raises UserError."""
+        """Sampling parameters: the fields of the body over the model's `defaults`. Raises
+        UserError."""
         chosen: dict[str, Any] = {
             name: defaults[name] for name in GENERATION_DEFAULTS if name in defaults
         }
@@ -271,18 +273,18 @@ class GenerationBody(Body):
 
 _CONVERTED = {"logit_bias", "prompt_logprobs", "structured_outputs", "truncate_prompt_tokens"}
 _DIRECT = set(SamplingParams.__struct_fields__) & set(GenerationBody.model_fields) - _CONVERTED
-"""Fields that are passed on as they are."""
+"""Fields that are passed on unchanged."""
 
 
 def check_between(body: Body, name: str, least: int, most: int) -> None:
-    """Raise UserError for a number outside of the range, which includes both."""
+    """Raise UserError for a number outside of the range; both bounds are allowed."""
     value = getattr(body, name)
     if value is not None and not least <= value <= most:
         raise UserError(f"{name} is {value}, it must be between {least} and {most}", param=name)
 
 
 def check_at_least(body: Body, name: str, least: int) -> None:
-    """Raise UserError for a smaller number."""
+    """Raise UserError for a number below the minimum."""
     value = getattr(body, name)
     if value is not None and value < least:
         raise UserError(f"{name} is {value}, it must be at least {least}", param=name)

@@ -11,26 +11,26 @@ OBJECT: Schema = {"type": "object"}
 
 
 def any_of(*options: Schema) -> Schema:
-    """One of `options`; those of an option that is a choice itself stand beside the others."""
+    """Schema that accepts any of `options`. Nested anyOf lists are flattened."""
     return {"anyOf": [one for option in options for one in option.get("anyOf", [option])]}
 
 
 def array(items: Schema, **bounds: int) -> Schema:
-    """A list of `items`."""
+    """Schema of a list of `items`."""
     return {"type": "array", "items": items, **bounds}
 
 
 def record(properties: dict[str, Schema], required: Sequence[str] = ()) -> Schema:
-    """An object with these properties, and any others."""
+    """Schema of an object with these properties; other properties are allowed."""
     schema = {**OBJECT, "properties": properties}
     return {**schema, "required": list(required)} if required else schema
 
 
 def constant(word: str) -> Schema:
-    """Only this word."""
+    """Schema that accepts only `word`."""
     return {**TEXT, "const": word}
 
 
 def words(*options: str) -> Schema:
-    """One of these words."""
+    """Schema that accepts any of the words `options`."""
     return {**TEXT, "enum": list(options)}

@@ -1,5 +1,5 @@
-"""Lists with entries of types that this server does not know: the prompt is made without such
-entries, and the answer names them as ignored."""
+"""Lists that may have entries of unknown types: the prompt leaves out such entries, and the
+response names them as ignored."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

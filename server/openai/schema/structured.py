@@ -1,5 +1,5 @@
-"""The fields that constrain an output, of which one may be set: response_format,
-structured_outputs, and the names that other servers use."""
+"""Fields that constrain the output: response_format, structured_outputs, and the names that other
+servers use. At most a single field may be set."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from config.params.structured_output import GrammarSpec, grammar_spec
 
 MAX_SHOWN_CHARACTERS = 40
 _HINTS = ("disable_any_whitespace", "disable_fallback")
-"""Options of structured_outputs that always hold here."""
+"""Options of structured_outputs that this server always applies."""
 FIELDS = {
     "guided_json": "json",
     "guided_json_object": "json_object",
@@ -23,7 +23,7 @@ FIELDS = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
 }
-"""Fields of other servers, and the kind of grammar that each sets."""
+"""Fields of other servers, and the kind of grammar of each field."""
 
 
 def spec_of(
@@ -52,14 +52,14 @@ def spec_of(
 
 
 def spec_of_schema(field: str, schema: Mapping[str, Any]) -> GrammarSpec:
-    """The grammar of a JSON schema that was made from `field`, which errors name."""
+    """The grammar of a JSON schema from `field`; errors name `field`."""
     spec = _spec_for(field, {"json": dict(schema)})
     assert spec is not None
     return spec
 
 
 def spec_of_tags(field: str, part: Mapping[str, Any]) -> GrammarSpec:
-    """The grammar of a structural tag that was made from `field`; it may use special tokens."""
+    """The grammar of a structural tag from `field`; it may use special tokens."""
     requested = {"special_tokens": True, "format": dict(part)}
     spec = _spec_for(field, {"structural_tag": requested})
     assert spec is not None
@@ -67,8 +67,8 @@ def spec_of_tags(field: str, part: Mapping[str, Any]) -> GrammarSpec:
 
 
 def part_of(field: str, spec: GrammarSpec) -> dict[str, Any]:
-    """`spec` as a part of a structural tag. Raises UserError, which names `field`, if there is
-    none."""
+    """`spec` as a part of a structural tag. Raises UserError, which names `field`, if `spec` cannot
+    be a part."""
     if spec.kind in ("json", "json_object"):
         schema = json.loads(spec.text) if spec.kind == "json" else {"type": "object"}
         if isinstance(schema, dict):
@@ -115,7 +115,7 @@ def _of_format(given: Mapping[str, Any] | None) -> GrammarSpec | None:
 
 
 def _spec_for(field: str, requested: Mapping[str, Any]) -> GrammarSpec | None:
-    """`grammar_spec` with errors that name `field`."""
+    """Call `grammar_spec`; errors name `field`."""
     try:
         return grammar_spec(requested)
     except UserError as error:

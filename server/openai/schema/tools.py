@@ -32,7 +32,8 @@ def _of_function(properties: dict[str, Schema]) -> Schema:
 
 
 _FOREIGN = record({"type": {**TEXT, "not": constant("function")}}, required=["type"])
-"""A tool of another type, which is ignored and named in the header of ignored fields."""
+"""Schema of a tool with another type, which is ignored and named in the header of ignored
+fields."""
 TOOLS_SCHEMA = any_of(array(any_of(_of_function(FUNCTION), _FOREIGN), minItems=1), NULL)
 TOOL_CHOICE_SCHEMA = {
     **any_of(words("none", "auto", "required"), _of_function({"name": TEXT}), NULL),
@@ -42,7 +43,7 @@ TOOL_CHOICE_SCHEMA = {
 
 
 def is_foreign_tool(tool: Any) -> bool:
-    """Whether it is a tool that other servers run or that is no function: it is ignored."""
+    """Whether `tool` runs on other servers or is no function, and is ignored."""
     return type_of(tool) not in (None, "function")
 
 
@@ -70,15 +71,15 @@ def check_tools(tools: list[Any] | None, choice: Any) -> None:
 
 
 def name_of(choice: Any) -> str | None:
-    """The function that tool_choice names, if it names one."""
+    """Name of the function that tool_choice names, if any."""
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) and choice.get("type") == "function" else None
 
 
 def forced_schema(tools: list[Any], choice: Any, *, is_parallel: bool) -> dict[str, Any] | None:
-    """The schema of the answer: the arguments of the function that `choice` names, or a list of
-    calls. None if the model may choose. The tools must have been checked."""
+    """Schema of an answer with forced calls: the arguments of the function that `choice` names, or
+    a list of calls. None if the model may choose. The tools must have been checked."""
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     named = name_of(choice)
     if named is not None:
