@@ -31,7 +31,7 @@ VARIABLE = {
     ("hpu/models/transformers_weights.py", """ f"^{re.escape(name)}$" """),
     # Constants of the loop that they stand in, or of the module.
     ("server/text/template_renderer.py", """ rf"(?<!['\\"]){mark}" """),
-    ("server/parsers/tool/pythonic.py", """ rf"[^\\\\{quote}]+" """),
+    ("server/parsers/stream/python_stream.py", """ rf"[^\\\\{quote}]+" """),
     ("server/offline/calibration.py", "one"),
     ("hpu/doctor/errors.py", "pattern"),
     ("config/loading/cards.py", """ rf"{prefix}\\d+" """),

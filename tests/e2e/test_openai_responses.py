@@ -13,6 +13,9 @@ import pytest
 from http_rig import THINKING_TEMPLATE, TOKENIZER, TalkingClient, ids, on_port
 from scripted_client import ScriptedQueue
 
+from engine.client.terms import NO_TERMS, RequestTerms
+from engine.transport.messages import AddRequest
+
 PAGE = Path(__file__).parents[2] / "docs" / "responses.md"
 CALL = (
     "<think>\nThey ask for the weather.\n</think>\n\nOne moment.\n"
@@ -42,18 +45,18 @@ class Weather(pydantic.BaseModel):
 class Reporter(TalkingClient):
     """Replies with a tool call, then with an answer from its result, or with JSON for a schema."""
 
-    def add(self, prompt: Any, sampling: Any, **kwargs: Any) -> ScriptedQueue:
-        tokens = memoryview(prompt).cast("I").tolist()
+    def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> ScriptedQueue:
+        tokens = request.prompt.cast("I").tolist()
         text = TOKENIZER.decode(tokens, skip_special_tokens=False)
         reply = "Once upon a time."
-        if sampling.structured_outputs is not None:
+        if request.sampling.structured_outputs is not None:
             reply = '{"city": "Oslo", "degrees": 7}'
         elif "<|im_start|>tool\n" in text:
             reply = ANSWER
         elif "get_weather" in text:
             reply = CALL
         self.reply_ids = ids(reply)
-        return super().add(prompt, sampling, **kwargs)
+        return super().add(request, terms)
 
 
 @pytest.fixture
