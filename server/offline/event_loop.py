@@ -19,7 +19,7 @@ class BackgroundLoop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        # Daemon thread: at exit, the interpreter joins other threads before `close` can be called.
+        # Daemon thread: the interpreter joins other threads at exit, before `close` can be called.
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
         self._is_closed = False
