@@ -1,4 +1,4 @@
 """The CPU back end's C++ kernels, and the library that compiles and loads them.
 
-Nothing outside hpu/backends/cpu.py imports it; tests/test_layers.py holds that.
+Only hpu/backends/cpu.py imports this package; tests/test_layers.py checks it.
 """

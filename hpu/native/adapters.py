@@ -1,4 +1,4 @@
-"""Adapters of a CompiledDecoder: their matrices in the layout of the library, in slots."""
+"""LoRA adapters of a CompiledDecoder: slots with the matrices in the layout of the library."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -12,19 +12,19 @@ from hpu.native.pages import LINE_BYTES, HugePages
 from hpu.native.panels import PANEL, TILE_INPUTS
 
 CHUNK_ROWS, CHUNK_ROWS_OF_TILES = 4, 16
-"""Rows of one adapter that are multiplied at once, without and with tiles."""
+"""Rows with the same adapter that are multiplied together, without and with tiles."""
 BLOCK_ROWS, TILE_ROWS = 32, 16
-"""Rows that a product in tiles multiplies at once, and those of a tile."""
+"""Rows that a product in tiles multiplies together; rows of a tile."""
 OVERREAD = 1024
-"""Bytes behind the last matrix that a tile may read."""
+"""Bytes after the last matrix that a tile may read."""
 RANKS = 8
-"""Ranks are rounded up to a multiple."""
+"""Ranks are padded to a multiple of this."""
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 MAX_OUTPUTS = 3
 
 
 class LowRankPair(NamedTuple):
-    """The matrices of an output, in the layout of hpu/native/lora.h."""
+    """LoRA matrices for an output of a product, in the layout of hpu/native/lora.h."""
 
     a: Tensor
     b: Tensor
@@ -32,19 +32,19 @@ class LowRankPair(NamedTuple):
 
 
 Packed = Sequence[LowRankPair | None]
-"""Of each output of a product; None: the adapter has no weights for it."""
+"""LoRA matrices for each output of a product; None: the adapter has no weights for that output."""
 
 Slots = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class _Part(ctypes.Structure):
-    """As `LowRankPart` in hpu/native/lora.h."""
+    """Addresses of a LowRankPair: `LowRankPart` in hpu/native/lora.h."""
 
     _fields_ = (("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("rank", ctypes.c_int64))
 
 
 class _LowRank(ctypes.Structure):
-    """As `LowRank` there."""
+    """All slots of a product: `LowRank` in hpu/native/lora.h."""
 
     _fields_ = (
         ("parts", ctypes.c_void_p),
@@ -54,7 +54,7 @@ class _LowRank(ctypes.Structure):
 
 
 class AdapterRows(ctypes.Structure):
-    """As `AdapterRows` there."""
+    """Rows of a launch, grouped by adapter: `AdapterRows` in hpu/native/lora.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("slots", "order", "starts", "places", "tiles")),
@@ -63,7 +63,7 @@ class AdapterRows(ctypes.Structure):
 
 
 class ProductSlots:
-    """The adapters of one product."""
+    """Adapter slots of a product."""
 
     def __init__(self, output_sizes: Sequence[int], max_loras: int) -> None:
         """`output_sizes`: multiples of PANEL, at most MAX_OUTPUTS."""
@@ -78,8 +78,8 @@ class ProductSlots:
         )
 
     def set(self, slot: int, packed: Packed) -> None:
-        """Put an adapter into `slot`; empty if it has no weights for the product."""
-        # The structures hold the addresses.
+        """Put an adapter into `slot`; `packed` is empty if it has no weights for the product."""
+        # Keep the tensors alive: the structures hold only their addresses.
         self._kept[slot] = packed
         for output in range(self._count):
             pair = packed[output] if packed else None
@@ -90,7 +90,7 @@ class ProductSlots:
 
 
 def pack(a: Tensor, b: Tensor) -> LowRankPair:
-    """Of `a` (rank, in) and `b` (out, rank), bfloat16."""
+    """Pack `a` (rank, in) and `b` (out, rank), both bfloat16; the rank is padded."""
     rank, size = -(-len(a) // RANKS) * RANKS, a.shape[1]
     rows = a.new_zeros((rank, size))
     rows[: len(a)] = a
@@ -102,7 +102,7 @@ def pack(a: Tensor, b: Tensor) -> LowRankPair:
 
 
 def _together(products: Mapping[str, Packed]) -> dict[str, Packed]:
-    """Copies of the matrices behind each other in huge pages, those of a product adjacent."""
+    """Copy the matrices into contiguous huge pages; for each product, all `a`, then all `b`."""
     pairs = [pair for packed in products.values() for pair in packed if pair is not None]
     pages = HugePages(sum(one.nbytes + LINE_BYTES for pair in pairs for one in pair[:2]) + OVERREAD)
 
@@ -120,12 +120,12 @@ def _together(products: Mapping[str, Packed]) -> dict[str, Packed]:
 
 
 def can_pack(output_sizes: Sequence[int]) -> bool:
-    """Whether a product with these outputs takes adapters."""
+    """Whether the library supports adapters of a product with these outputs."""
     return len(output_sizes) <= MAX_OUTPUTS and all(size % PANEL == 0 for size in output_sizes)
 
 
 class NativeAdapters:
-    """The slots of all products of a compiled decoder."""
+    """Adapter slots of all products of a compiled decoder."""
 
     def __init__(
         self,
@@ -135,18 +135,18 @@ class NativeAdapters:
         *,
         has_tiles: bool,
     ) -> None:
-        """`products`: the sizes of the outputs of each, by a name."""
+        """`products`: output sizes by product name."""
         self._chunk_rows = CHUNK_ROWS_OF_TILES if has_tiles else CHUNK_ROWS
         self.slots = {name: ProductSlots(sizes, max_loras) for name, sizes in products.items()}
         self._max_rank = -(-max_rank // PANEL) * PANEL
         self._foreign: set[int] = set()
-        """Slots of adapters with weights that the library does not multiply."""
+        """Slots whose adapters have weights that the library cannot apply."""
         self._last: tuple[bytes, int, tuple[AdapterRows, tuple[Slots, ...]] | None] = (b"", 0, None)
-        """Slots and length of the last launch, and its rows: those of most decodes are the same."""
+        """Slots, length and result of the last call of `rows`: most decodes repeat them."""
 
     def pack(self, staged: Mapping[str, Sequence[Tensor]]) -> Mapping[str, Packed]:
-        """Of what GroupedSlots holds of an adapter for each product: `a` and `b` of each output,
-        empty for none."""
+        """Pack an adapter of GroupedSlots. `staged` holds `a` and `b` for each output of each
+        product; an empty pair means no weights."""
         return _together(
             {
                 name: [
@@ -158,18 +158,18 @@ class NativeAdapters:
         )
 
     def set(self, slot: int, packed: Mapping[str, Packed], *, is_whole: bool) -> None:
-        """Put an adapter into `slot`. `is_whole`: the products have all of its weights."""
+        """Put an adapter into `slot`. `is_whole`: `packed` holds all weights of the adapter."""
         for name, product in self.slots.items():
             product.set(slot, packed.get(name, []))
         (self._foreign.discard if is_whole else self._foreign.add)(slot)
 
     def knows(self, slots: Tensor) -> bool:
-        """Whether the library multiplies all weights of the adapters in `slots` (B)."""
+        """Whether the library applies all weights of the adapters in `slots` (B,)."""
         return not self._foreign or self._foreign.isdisjoint(slots.tolist())
 
     def rows(self, slots: Tensor, length: int) -> "tuple[AdapterRows, tuple[Slots, ...]] | None":
-        """The rows of a launch of `length` tokens of each of `slots` (B), and what they refer to;
-        None if none has an adapter."""
+        """Rows of a launch with `length` tokens per sequence, for `slots` (B,), and the arrays that
+        the rows point to. None if no sequence has an adapter."""
         by_row = slots.numpy()
         key = by_row.tobytes()
         if self._last[:2] != (key, length):
@@ -204,6 +204,6 @@ class NativeAdapters:
 
 
 def _since_change(values: Slots) -> Slots:
-    """How many places each value is behind the first of those equal to it, which are adjacent."""
+    """Offset of each value in its run of equal values."""
     firsts = np.flatnonzero(np.diff(values, prepend=-1))
     return np.arange(len(values)) - np.repeat(firsts, np.diff(firsts, append=len(values)))

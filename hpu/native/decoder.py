@@ -1,5 +1,5 @@
-"""CompiledDecoder: a decoder whose prefill and decode are one call of the C++ library each.
-hpu/models/decoder.py is its reference."""
+"""CompiledDecoder: a decoder that runs each prefill and each decode by a single call of the C++
+library. hpu/models/decoder.py is its reference."""
 
 import ctypes
 import logging
@@ -49,7 +49,7 @@ MAX_HEAD_DIM = 256
 MAX_QUERIES_PER_KV_HEAD = 16
 BFLOAT16_CACHE = 0
 CACHE_FORMATS = {FLOAT16: 1, FP8: 2, FP8_INC: 2, INT8: 3}
-"""As `CacheFormat` in hpu/native/model.h."""
+"""Values of `CacheFormat` in hpu/native/model.h by KV cache format."""
 
 
 class _Layer(ctypes.Structure):
@@ -92,7 +92,7 @@ class _Prompts(ctypes.Structure):
 
 
 class _Mixture(ctypes.Structure):
-    """As `Mixture` in hpu/native/experts.h."""
+    """A mixture-of-experts layer: `Mixture` in hpu/native/experts.h."""
 
     _fields_ = (
         ("experts", ExpertsStructure),
@@ -106,24 +106,24 @@ class _Mixture(ctypes.Structure):
 
 
 class _LayerWeights(NamedTuple):
-    """One layer's weights, in bfloat16."""
+    """Packed weights of a layer."""
 
     qkv: PackedLinear
     out: PackedLinear
     mlp: tuple[PackedLinear, PackedLinear] | _Mixture
-    """Gate with up, and down; or the structure that holds the addresses of a mixture of experts."""
+    """(gate_up, down) of a dense MLP, or the addresses of a mixture of experts."""
     attention_norm: Tensor
     mlp_norm: Tensor
     qk_norm: Tensor | None
     """(heads + kv_heads, head_dim)"""
     window: int
-    """Tokens that a query sees, its own included; 0: all."""
+    """Sliding window in tokens, the query's own token included; 0: full attention."""
     attention: SelfAttention
-    """Has the scales of the caches."""
+    """Attention layer with the scales of the KV cache."""
 
 
 class _Sizes(NamedTuple):
-    """What all layers share, in the order of `_Model`."""
+    """Sizes and constants that all layers share, in the field order of `_Model`."""
 
     hidden: int
     inner: int
@@ -148,11 +148,11 @@ class _Sizes(NamedTuple):
 
 
 class CompiledDecoder(CausalLM):
-    """`model`, whose linear layers have got PackedLinear kernels where there are any. Runs on
-    `model` itself where a layer lacks one or the library does not support the sizes."""
+    """Runs `model` by the C++ library, with the PackedLinear kernels of its linear layers. Falls back
+    to `model` itself if a layer has no kernel or the library does not support the sizes."""
 
     def __init__(self, model: Decoder, library: Library, sums: SharedSums | None = None) -> None:
-        """`sums`: where several ranks divide the layers."""
+        """`sums`: shared memory for all-reduce if several ranks divide the layers."""
         super().__init__()
         self.config = model.config
         self.dtype = model.dtype
@@ -163,17 +163,17 @@ class CompiledDecoder(CausalLM):
         if sums is not None and not Agreement(model.group).all_true(self._layers is not None):
             self._layers = None
         self._launcher: _Launcher | None = None
-        """Set once caches are bound."""
+        """Set by `bind_caches`."""
         self._adapters: NativeAdapters | None = None
 
     @property
     def is_compiled(self) -> bool:
-        """Whether prefill and decode run on the library; if not, only products do."""
+        """Whether the library runs the whole prefill and decode, not only single products."""
         return self._layers is not None
 
     def adapter_products(self) -> dict[LinearBase, str]:
-        """The layers to whose products the library can add those of adapters, by the names that
-        NativeAdapters.set takes; none if it does not run the decoder."""
+        """Linear layers that support LoRA adapters in the library, with the names that
+        NativeAdapters.set takes. Empty if the library does not run the decoder."""
         if self._layers is None:
             return {}
         products: dict[LinearBase, str] = {}
@@ -189,7 +189,7 @@ class CompiledDecoder(CausalLM):
         return products
 
     def make_adapters(self, max_loras: int, max_rank: int) -> NativeAdapters:
-        """The slots of adapters, which launches read from now on. Once, before caches are bound."""
+        """Create the adapter slots that launches read. Call once, before `bind_caches`."""
         products = self.adapter_products()
         sizes = {name: linear.output_sizes for linear, name in products.items()}
         self._adapters = NativeAdapters(
@@ -208,7 +208,7 @@ class CompiledDecoder(CausalLM):
             hidden = self._launcher.decode(tokens, inputs)
         else:
             hidden = self._launcher.prefill(tokens, inputs)
-        # Launches of the model itself may have zeroed earlier tokens.
+        # Earlier launches may have run on `model` and zeroed tokens.
         guard = self.non_finite_guard
         return hidden if guard is None else guard(hidden, inputs)
 
@@ -220,7 +220,7 @@ class CompiledDecoder(CausalLM):
         return self.model.image_multiplier
 
     def keep_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """The library keeps none: the model's layers run one by one."""
+        """Run `model` layer by layer: the library does not return hidden states of layers."""
         self._layers = None
         self.model.keep_hidden_states(layers)
 
@@ -233,8 +233,7 @@ class CompiledDecoder(CausalLM):
         return self.model.received_width
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As CausalLM.logits, in float32 where the head has a PackedLinear: in bfloat16 the largest
-        logits are often equal."""
+        """Logits, in float32 if the head has a PackedLinear: bfloat16 often ties at the top."""
         kernel = self._head_kernel
         if kernel is None:
             return self.model.logits(hidden)
@@ -249,7 +248,7 @@ class CompiledDecoder(CausalLM):
             if kernel is None or head is None:
                 return self.model.argmax(hidden)
             return head.argmax_of(self.model.scale_logits(kernel.multiply_float32(hidden)))
-        # What follows the head can make logits equal.
+        # Scaling and soft cap after the head can round different logits to equal values.
         if kernel is None or spec.logits_divisor != 1 or spec.logits_soft_cap is not None:
             return None
         return kernel.argmax(hidden)
@@ -267,7 +266,7 @@ class CompiledDecoder(CausalLM):
 
     def cache_windows(self) -> list[int | None]:
         windows = self.model.cache_windows()
-        # The library reads new tokens from the cache, where a ring would not hold all of them.
+        # The library reads new tokens from the cache, and a ring may not hold all of them.
         return [None] * len(windows) if self.is_compiled else windows
 
     def bind_caches(
@@ -304,7 +303,7 @@ class CompiledDecoder(CausalLM):
 
 
 def is_known(config: ModelConfig) -> bool:
-    """Whether the library computes a model of `config`, apart from its sizes and weights."""
+    """Whether the library supports models of `config`; sizes and weights are checked later."""
     return config.architecture in ARCHITECTURES and _is_known(config, decoder_spec(config))
 
 
@@ -320,7 +319,7 @@ def _is_known(config: ModelConfig, spec: DecoderSpec) -> bool:
 
 
 def _is_supported(model: Decoder) -> bool:
-    """Whether the library computes what `model` does, apart from its weights."""
+    """Whether the library supports the architecture and sizes of `model`."""
     return _is_known(model.config, model.spec) and _sizes(model).are_supported
 
 
@@ -343,14 +342,14 @@ def _sizes(model: Decoder) -> _Sizes:
 
 
 def _layer_weights(model: Decoder) -> list[_LayerWeights] | None:
-    """What the library reads; None unless it has everything."""
+    """Weights of all layers for the library; None if a layer has no kernels."""
     layers = [_weights_of(layer) for layer in model.layers]
     found = [weights for weights in layers if weights is not None]
     return found if len(found) == len(layers) else None
 
 
 def _attention_is_known(config: ModelConfig, spec: DecoderSpec) -> bool:
-    """Whether the library computes the attention of all layers."""
+    """Whether the library supports the attention of all layers."""
     return not (
         config.clip_qkv is not None
         or spec.has_score_options
@@ -393,11 +392,11 @@ def _pair(mlp: GatedMLP) -> tuple[PackedLinear, PackedLinear] | None:
 
 
 def _mixture(moe: MoE) -> _Mixture | None:
-    """The addresses of the weights, which `moe` holds."""
+    """Addresses of the weights, which `moe` keeps alive; None if the library does not support it."""
     experts, gate, router = moe.experts.moe_op, moe.gate.weight, moe.router
     if not isinstance(experts, PackedExperts) or gate is None:
         return None
-    # What the library does not know: another router, its bias, weights that multiply inputs.
+    # Unsupported: other routers, a router bias, router weights that scale the experts' inputs.
     if not isinstance(router, TopKRouter) or moe.gate.bias is not None or moe.scales_input:
         return None
     if router.num_groups > 1 and router.group_scoring != "top2":
@@ -422,7 +421,7 @@ def _mixture(moe: MoE) -> _Mixture | None:
 
 
 class _Launcher:
-    """The library's calls with the addresses of the weights and of the caches."""
+    """Calls the library with the addresses of the weights and caches."""
 
     def __init__(
         self,
@@ -444,7 +443,7 @@ class _Launcher:
         self._rotary_emb = rotary_emb
         assert model.model.norm is not None and model.model.embed_tokens is not None
         outer = (model.model.norm.weight, model.model.embed_tokens.weight, table)
-        # The structures hold their addresses.
+        # Keep the tensors alive: the structures hold only their addresses.
         self._tensors = (outer, tuple(layers), tuple(caches))
         self._layers = (_Layer * len(layers))(
             *(
@@ -464,9 +463,9 @@ class _Launcher:
         )
 
     def decode(self, tokens: Tensor, inputs: DecodeAttentionInputs) -> Tensor:
-        """(B, 1) to (B, 1, hidden), normed."""
+        """Run token ids (B, 1); returns normed hidden states (B, 1, hidden)."""
         hidden = self._output(tokens)
-        # Without state_indices, which its models do not have.
+        # Leave out state_indices: models with states are not supported.
         columns = map(_address, (tokens, *inputs[:6]))
         step = _Step(len(tokens), len(inputs.block_list), *columns, hidden.data_ptr())
         step.rotated_at = _address(rotated_positions(inputs))
@@ -478,8 +477,8 @@ class _Launcher:
         return hidden
 
     def prefill(self, tokens: Tensor, inputs: PrefillAttentionInputs) -> Tensor:
-        """(B, Q), or their embeddings (B, Q, hidden), to (B, Q, hidden), normed: new tokens over
-        their cached context."""
+        """Run token ids (B, Q) or embeddings (B, Q, hidden) on top of their cached context; returns
+        normed hidden states (B, Q, hidden)."""
         batch, length = inputs.positions.shape
         hidden = self._output(inputs.positions)
         columns = map(_address, (inputs.positions, inputs.slot_mapping, inputs.block_list))
@@ -493,7 +492,7 @@ class _Launcher:
         if inputs.rope_positions is None:
             step.rotated_at = _address(inputs.positions)
         else:
-            # A rotation for each token, which has three positions.
+            # M-RoPE has three positions per token: pass a precomputed rotation for each token.
             rotation = torch.cat(self._rotary_emb(inputs.rope_positions), dim=-1).contiguous()
             rows = torch.arange(batch * length)
             step.rotated_at = rows.data_ptr()
@@ -509,8 +508,8 @@ class _Launcher:
         return hidden
 
     def _add_adapters(self, step: _Step, slots: Tensor | None, length: int) -> object:
-        """Give a step the adapters of its sequences, of `length` tokens each. Returns what must
-        live until the call ends."""
+        """Set the adapters of the sequences of `step`, `length` tokens each. Returns the arrays that
+        must stay alive until the call ends."""
         if slots is None or self._adapters is None:
             return None
         found = self._adapters.rows(slots, length)
@@ -536,7 +535,7 @@ def _address(column: Tensor) -> int:
 
 
 def _low_ranks(adapters: NativeAdapters | None, index: int) -> list[int | None]:
-    """Addresses of the adapters of a layer's products."""
+    """Addresses of the adapter slots of a layer's products; None: no adapters."""
     if adapters is None:
         return [None] * len(PRODUCTS)
     found = (adapters.slots.get(f"{index}.{name}") for name in PRODUCTS)

@@ -36,19 +36,19 @@ SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 NEEDED = frozenset(("avx2", "fma", "f16c"))
-"""At least. -march=native selects AVX-512, its BF16 and AMX where the CPU has them."""
+"""CPU flags that the kernels need. -march=native adds AVX-512, its BF16 and AMX if available."""
 DIGEST_BYTES = 32
 COMPILE_TIMEOUT_S = 1800.0
-"""A compilation takes half a minute of two free cores, and minutes where others use the cores."""
+"""Limit of a compilation, which takes half a minute on two free cores and minutes on busy cores."""
 COUNT_S = 1.0
-"""Between two counts of the seconds that a compilation has taken."""
+"""Interval between progress reports of a compilation."""
 MOST_LOST = 2.0**-11
-"""Of the root of the sum of the squares of a weight, what its integers may change: a half of what
-rounding of float32 numbers to bfloat16 changes."""
+"""Maximum relative change of a weight (root of the sum of squares) by 16-bit integers: half of the
+change by rounding from float32 to bfloat16."""
 
 
 class Product(ctypes.Structure):
-    """A packed weight, as `Product` in hpu/native/products.h."""
+    """A packed weight: `Product` in hpu/native/products.h."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
@@ -64,12 +64,12 @@ class Product(ctypes.Structure):
 
 
 class PackedLinear:
-    """y = x W^T + b in bfloat16, as one call of the library."""
+    """Linear layer y = x W^T + b in bfloat16, computed by a single call of the library."""
 
     def __init__(
         self, library: "Library", weight: Tensor | QuantizedWeight, bias: Tensor | None
     ) -> None:
-        """Copies `weight` (out, in), which `has_kernel` accepts."""
+        """Pack a copy of `weight` (out, in), which `has_kernel` must accept."""
         self._library = library
         kind, group, scales, order = 0, 0, None, None
         shape: tuple[int, ...] = tuple(weight.shape)
@@ -82,7 +82,7 @@ class PackedLinear:
         else:
             packed, scales = library.pack(weight)
             kind = 0 if scales is None else INT16_ROWS
-        # `product` holds their addresses.
+        # Keep the tensors alive: `product` holds only their addresses.
         self._tensors = (packed, bias, scales, order)
         self.product = Product(
             packed.data_ptr(),
@@ -96,34 +96,34 @@ class PackedLinear:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
+        """Multiply (..., in) to (..., out)."""
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.product.outputs))
         self._library.multiply(self.product, x, x.numel() // self.product.width, out)
         return out
 
     def gate(self, x: Tensor) -> Tensor:
-        """(..., in) to (..., out / 2): silu of the first outputs times the second ones."""
+        """Gated product, (..., in) to (..., out / 2): silu(first half of the outputs) * second half."""
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.product.outputs // 2))
         self._library.gate(self.product, x, x.numel() // self.product.width, out)
         return out
 
     def multiply_float32(self, x: Tensor) -> Tensor:
-        """(M, in) to (M, out) in float32: the sums before they are rounded to bfloat16."""
+        """Multiply (M, in) to (M, out) in float32: the sums before rounding to bfloat16."""
         out = x.new_empty((len(x), self.product.outputs), dtype=torch.float32)
         self._library.multiply_float32(self.product, x.contiguous(), len(x), out)
         return out
 
     def argmax(self, x: Tensor) -> Tensor:
-        """(M, in) to (M,) int64, as Library.argmax."""
+        """Index of the largest output per row, (M, in) to (M,) int64 (see Library.argmax)."""
         indices = x.new_empty(len(x), dtype=torch.int64)
         self._library.argmax(self.product, x.contiguous(), len(x), indices)
         return indices
 
 
 class _Stacked(ctypes.Structure):
-    """As `Stacked` in hpu/native/experts.h."""
+    """Weights of all experts: `Stacked` in hpu/native/experts.h."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
@@ -138,7 +138,7 @@ class _Stacked(ctypes.Structure):
 
 
 class ExpertsStructure(ctypes.Structure):
-    """As `Experts` there."""
+    """The experts of a layer: `Experts` in hpu/native/experts.h."""
 
     _fields_ = (
         *((name, _Stacked) for name in ("gate_up", "down")),
@@ -148,24 +148,24 @@ class ExpertsStructure(ctypes.Structure):
 
 
 Stack = Tensor | tuple[QuantizedWeight | Mxfp4Weight, ...]
-"""A weight of each expert: (experts, out, in) bfloat16, or quantized ones of one kind."""
+"""A weight of every expert: (experts, out, in) bfloat16, or a tuple of equally quantized weights."""
 
 
 class Stacks(NamedTuple):
-    """The weights of all experts, as ExpertWeights."""
+    """Weights of all experts, in the layout of ExpertWeights."""
 
     w13: Stack
-    """(2 * inner, hidden) each"""
+    """(2 * inner, hidden) per expert."""
     w2: Stack
-    """(hidden, inner) each"""
+    """(hidden, inner) per expert."""
     w13_bias: Tensor | None = None
     w2_bias: Tensor | None = None
     first: int | None = None
-    """Id of the first expert, where other ranks have others."""
+    """Id of the first expert of this rank under expert parallelism; None: all experts are here."""
 
 
 class _Choice(ctypes.Structure):
-    """As `Choice` there."""
+    """Routed tokens: `Choice` in hpu/native/experts.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "top_k")),
@@ -174,10 +174,10 @@ class _Choice(ctypes.Structure):
 
 
 class PackedExperts:
-    """MoEImpl: the routed experts of a layer as one call of the library."""
+    """MoEImpl that computes the routed experts of a layer by a single call of the library."""
 
     def __init__(self, library: "Library", stacks: Stacks, activation: str | ClampedSwiGLU) -> None:
-        """Copies the weights, which `has_experts_kernel` accepts."""
+        """Pack copies of the weights, which `has_experts_kernel` must accept."""
         self._library = library
         self._first_expert = stacks.first
         gate_up, bias, swiglu = stacks.w13, stacks.w13_bias, (0.0, 0.0)
@@ -187,7 +187,7 @@ class PackedExperts:
             _pack_stack(library, gate_up, bias),
             _pack_stack(library, stacks.w2, stacks.w2_bias),
         )
-        # The structure holds their addresses.
+        # Keep the tensors alive: the structure holds only their addresses.
         self._tensors = packed
         hidden, inner = stacks.w2[0].shape
         if isinstance(stacks.w2[0], QuantizedWeight):
@@ -216,7 +216,7 @@ class PackedExperts:
 
 
 class Library:
-    """decode.cpp, loaded. Calls run on `num_threads` threads of torch's own pool."""
+    """The compiled decode.cpp. Calls run on `num_threads` threads of torch's own pool."""
 
     def __init__(self, path: Path, num_threads: int) -> None:
         """Raises OSError when `path` cannot be loaded."""
@@ -226,35 +226,36 @@ class Library:
         self._code.instruction_set.restype = ctypes.c_char_p
         self._threads = ctypes.c_int64(num_threads)
         self.has_tiles = self.use_tiles(True)
-        """Whether the machine multiplies in tiles (AMX)."""
+        """Whether the machine has AMX tiles."""
         self.instruction_set: str = self._code.instruction_set().decode()
-        """That it was compiled for, AMX apart: AVX512-BF16, AVX-512 or AVX2."""
+        """Instruction set of the compiled code, without AMX: AVX512-BF16, AVX-512 or AVX2."""
         self.has_integers = self.instruction_set == "AVX2"
-        """Whether products with weights in bfloat16 are faster in integers of 16 bits."""
+        """Whether products with bfloat16 weights are faster with 16-bit integers."""
         self.rounds_inputs = False
         """Whether products with quantized weights round their inputs to 8 bits."""
         self.pages = HugePages()
-        """Memory of the weights."""
+        """Allocator of the packed weights."""
 
     def use_tiles(self, enabled: bool) -> bool:
-        """Let this process's products run in tiles (AMX) from now on, or not; whether they do:
-        only if the machine has them."""
+        """Enable or disable AMX tiles for the products of this process. Returns whether tiles are
+        used: False on a machine without tiles."""
         return bool(self._code.use_tiles(ctypes.c_int64(enabled)))
 
     def round_inputs(self, wanted: bool) -> bool:
-        """Let this process's products with quantized weights round their inputs to 8 bits from now
-        on, in blocks of 32, or not; whether they do: only if the machine has the instructions
-        (AVX512-VNNI and VBMI)."""
+        """Enable or disable rounding of inputs to 8 bits, in blocks of 32, for the products of this
+        process with quantized weights. Returns whether inputs are rounded: False on a machine
+        without AVX512-VNNI and VBMI."""
         self.rounds_inputs = bool(self._code.round_inputs(ctypes.c_int64(wanted)))
         return self.rounds_inputs
 
     def use_threads(self, num_threads: int) -> None:
-        """Run later calls on so many threads."""
+        """Run later calls on `num_threads` threads."""
         self._threads = ctypes.c_int64(num_threads)
 
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A copy of `weight` (out, in) bfloat16 in panels. Where integers are faster and change
-        little, these and their scales (out,) float32, of kind INT16_ROWS."""
+        """Pack a copy of `weight` (out, in) bfloat16 in panels: (values, None) as bfloat16, or
+        (values, scales (out,) float32) of kind INT16_ROWS if 16-bit integers are faster and change
+        the weight by at most MOST_LOST."""
         packed = self.pages.allocate(weight.shape, weight.dtype)
         weight = weight.contiguous()
         arguments = (_address(weight), *map(ctypes.c_int64, weight.shape), _address(packed))
@@ -270,17 +271,18 @@ class Library:
         return packed, None
 
     def multiply(self, by: Product, x: Tensor, rows: int, out: Tensor) -> None:
-        """`x` (rows, in) times `by` into `out` (rows, out), both contiguous bfloat16."""
+        """Multiply `x` (rows, in) by `by` into `out` (rows, out), both contiguous bfloat16."""
         count = ctypes.c_int64(rows)
         self._code.multiply_all(ctypes.byref(by), _address(x), count, _address(out), self._threads)
 
     def gate(self, by: Product, x: Tensor, rows: int, out: Tensor) -> None:
-        """As `multiply`, into `out` (rows, out / 2): silu of the first half times the second."""
+        """Gated `multiply` into `out` (rows, out / 2): silu(first half) * second half."""
         count = ctypes.c_int64(rows)
         self._code.gate_all(ctypes.byref(by), _address(x), count, _address(out), self._threads)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Of the rows of a contiguous `x` (..., size), whose size is a multiple of 16."""
+        """RMS norm over the last dimension of a contiguous `x` (..., size); size is a multiple of
+        16."""
         out, size = torch.empty_like(x), x.shape[-1]
         sizes = (ctypes.c_int64(x.numel() // size), ctypes.c_int64(size))
         addresses = (_address(x), _address(weight), _address(out))
@@ -288,37 +290,37 @@ class Library:
         return out
 
     def multiply_float32(self, by: Product, x: Tensor, rows: int, out: Tensor) -> None:
-        """As `multiply`, into a float32 `out`."""
+        """`multiply` into a float32 `out`, without rounding to bfloat16."""
         count = ctypes.c_int64(rows)
         self._code.exact_all(ctypes.byref(by), _address(x), count, _address(out), self._threads)
 
     def argmax(self, by: Product, x: Tensor, rows: int, indices: Tensor) -> None:
-        """The index of the largest output of each row of `multiply_float32`, into `indices` (rows,)
-        int64: the first of equal ones, -1 where the largest is not finite."""
+        """Write the index of the largest output of `multiply_float32` per row to `indices` (rows,)
+        int64. The first of equal outputs wins; -1 if the largest output is not finite."""
         count = ctypes.c_int64(rows)
         self._code.best_of_all(
             ctypes.byref(by), _address(x), count, _address(indices), self._threads
         )
 
     def mix_experts(self, experts: ctypes.Structure, choice: ctypes.Structure, out: Tensor) -> None:
-        """The weighted sum of each token's experts into `out` (rows, hidden) bfloat16."""
+        """Write the weighted sum of each token's experts to `out` (rows, hidden) bfloat16."""
         pointers = (ctypes.byref(experts), ctypes.byref(choice), _address(out))
         self._code.mix_experts(*pointers, self._threads)
 
     def attend_patches(self, patches: ctypes.Structure) -> None:
-        """Attention of a tower, as hpu/native/tower.py fills the structure."""
+        """Attention of a vision tower; `patches` is a `_Patches` of hpu/native/tower.py."""
         self._code.attend_patches(ctypes.byref(patches), self._threads)
 
-    # The structures below are defined in hpu/native/decoder.py.
+    # The structures of the methods below are defined in hpu/native/decoder.py.
 
     def decode(self, model: ctypes.Structure, step: ctypes.Structure) -> None:
-        """One token of each sequence through the whole model."""
+        """Run the whole model on the next token of each sequence."""
         self._code.decode(ctypes.byref(model), ctypes.byref(step), self._threads)
 
     def prompt(
         self, model: ctypes.Structure, step: ctypes.Structure, prompts: ctypes.Structure
     ) -> None:
-        """The tokens of prompts through the whole model."""
+        """Run the whole model on the new tokens of prompts."""
         arguments = (ctypes.byref(model), ctypes.byref(step), ctypes.byref(prompts))
         self._code.prompt(*arguments, self._threads)
 
@@ -332,16 +334,16 @@ def has_kernel(weight: Tensor | QuantizedWeight) -> bool:
 
 
 def multiplies_in_tiles(library: Library, weight: Tensor) -> bool:
-    """Whether products of many rows with `weight` (out, in) bfloat16 run in tiles: with fewer
-    inputs than fill one, and without tiles, torch's are faster."""
+    """Whether products of many rows with `weight` (out, in) bfloat16 run in AMX tiles. Without
+    tiles, or with inputs that do not fill whole tiles, torch's products are faster."""
     return library.has_tiles and has_kernel(weight) and weight.shape[1] % TILE_INPUTS == 0
 
 
 def has_experts_kernel(stacks: Stacks, activation: str | ClampedSwiGLU) -> bool:
-    """Whether the library has a kernel for stacked experts, as PackedExperts takes them."""
+    """Whether PackedExperts has a kernel for `stacks` and `activation`."""
     if isinstance(activation, str) and activation not in ("silu", "swish"):
         return False
-    # Gates and ups are in turns, and are separated for the kernel.
+    # Gate and up outputs alternate; PackedExperts separates them for the kernel.
     is_interleaved = isinstance(activation, ClampedSwiGLU)
     return all(_is_packable(one, is_interleaved) for one in stacks[:2])
 
@@ -360,7 +362,7 @@ S = TypeVar("S", Stack, Tensor | None)
 
 
 def _gates_first(stack: S) -> S:
-    """`stack` with the even outputs in front of the odd ones."""
+    """Reorder the outputs of `stack`: the even outputs first, then the odd outputs."""
     if stack is None:
         return None
     if isinstance(stack, Tensor):
@@ -371,7 +373,7 @@ def _gates_first(stack: S) -> S:
 
 
 class _PackedStack(NamedTuple):
-    """What a _Stacked has the addresses of."""
+    """Packed weights of all experts; a _Stacked holds their addresses."""
 
     weight: Tensor
     """(experts, ...)"""
@@ -385,7 +387,7 @@ class _PackedStack(NamedTuple):
 
 def _pack_stack(library: Library, stack: Stack, bias: Tensor | None) -> _PackedStack:
     if isinstance(stack, Tensor):
-        # The rows of an expert are a whole number of panels, so experts are packed one by one.
+        # Each expert has a whole number of panels, so no panel crosses an expert boundary.
         packed, scales = library.pack(stack.flatten(0, 1))
         kind = 0 if scales is None else INT16_ROWS
         return _PackedStack(packed.view(stack.shape), stack.shape[2], bias, kind, scales)
@@ -425,7 +427,7 @@ def _address(tensor: Tensor) -> ctypes.c_void_p:
 
 
 def kernel_folder(cache_dir: str | None) -> Path:
-    """Folder of the compiled file."""
+    """Folder of the compiled kernels."""
     return Path(cache_dir or cache_home()) / "kernels"
 
 
@@ -436,10 +438,13 @@ def open_library(
     int8_activations: bool = True,
     on_step: OnStep = unreported_step,
 ) -> Library | None:
-    """The library for this machine, from `folder` or compiled into it; None, with a line in the
-    log, where it cannot be loaded: torch's own operators are used then. `int8_activations`: where
-    there are no tiles, which are faster with bfloat16, inputs of quantized weights are rounded.
-    `on_step` is called every COUNT_S of a compilation."""
+    """Load the library for this machine from `folder`; compile it into `folder` if it is missing.
+
+    None, with a line in the log, if it cannot be compiled or loaded: the CPU back end then uses
+    torch's operators. `int8_activations`: round the inputs of quantized weights to 8 bits on a
+    machine without AMX tiles (with tiles, bfloat16 inputs are faster). `on_step` is called every
+    COUNT_S during a compilation.
+    """
     flags = cpu_flags()
     missing = sorted(NEEDED - flags)
     if platform.system() != "Linux" or missing:
@@ -466,9 +471,12 @@ def open_library(
 
 
 def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep) -> Library | None:
-    """The library of the compiled file in `folder`, which is made if it is missing or not whole;
-    None, with a line in the log, where it cannot be compiled. Where `folder` cannot be written,
-    each start compiles. Of two processes that compile at once, the later process's file stays."""
+    """Load the compiled file in `folder`; compile it if the file is missing or truncated.
+
+    None, with a line in the log, if it cannot be compiled. If `folder` cannot be written, each
+    start compiles. If two processes compile at the same time, the later file replaces the earlier
+    file.
+    """
     runtime = openmp_runtime()
     source = b"".join(file.read_bytes() for file in SOURCES)
     identity = (source, sorted(flags), FLAGS, str(runtime), torch.__version__)
@@ -522,7 +530,7 @@ def _warn_not_kept(folder: Path, error: OSError) -> None:
 
 
 def _compile(compiler: str, path: Path, runtime: list[str], on_step: OnStep) -> bool:
-    """Whether the library was compiled to `path`; if not, a line in the log says why."""
+    """Compile the library to `path`. Returns False, with the reason in the log, on failure."""
     start = time.perf_counter()
     command = [compiler, *FLAGS, "-shared", str(SOURCE), "-o", str(path), *runtime]
     with tempfile.TemporaryFile() as output:
@@ -541,7 +549,7 @@ def _compile(compiler: str, path: Path, runtime: list[str], on_step: OnStep) -> 
 
 
 def _run_compiler(command: list[str], output: IO[bytes], on_step: OnStep) -> int | None:
-    """The exit status; None where COMPILE_TIMEOUT_S was not enough."""
+    """Exit status of the compiler; None if it was killed after COMPILE_TIMEOUT_S."""
     start = time.perf_counter()
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
@@ -557,10 +565,10 @@ def _run_compiler(command: list[str], output: IO[bytes], on_step: OnStep) -> int
 
 
 def _reason(status: int | None, output: str) -> str:
-    """What a compiler that failed said, in one line."""
+    """Reason of a failed compilation, in a single line."""
     if status is None:
         return f"it was not done within {COMPILE_TIMEOUT_S:g} s"
-    # The lines before it say in which file the compiler was.
+    # The lines before the first error only name the file.
     found = re.search(r"^.*\berror\b.*", output, re.MULTILINE)
     first = next(filter(None, map(str.strip, output.splitlines())), "")
     if status < 0:
@@ -569,8 +577,8 @@ def _reason(status: int | None, output: str) -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file ends in its own digest: to load a file that a full disk or a crash cut would
-    kill the process by a signal."""
+    """Whether the file ends with the digest of its content. Loading a truncated file (full disk,
+    crash) would kill the process with a signal."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -583,8 +591,8 @@ def _digest(content: bytes) -> bytes:
 
 
 def openmp_runtime() -> list[str]:
-    """Torch's own OpenMP runtime, so that both share one thread pool; empty if torch ships none:
-    then torch uses the system's."""
+    """Path of torch's own OpenMP runtime, so that the library shares torch's thread pool. Empty if
+    torch ships no runtime and uses the system's."""
     return [str(path) for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))[:1]]
 
 

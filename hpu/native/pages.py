@@ -1,5 +1,5 @@
-"""Memory in huge pages for weights, which every token reads from end to end: one TLB entry covers
-what would take five hundred."""
+"""Allocator of huge pages for weights. Each token reads all weights, and a TLB entry of a 2 MiB page
+covers as much as 512 entries of 4 KiB pages."""
 
 import contextlib
 import math
@@ -12,20 +12,20 @@ from torch import Tensor
 MAP_BYTES = 64 << 20
 PAGE_BYTES = 2 << 20
 LINE_BYTES = 64
-"""Of a cache line."""
+"""Size of a cache line."""
 
 
 class HugePages:
     """Allocates tensors from large maps. A map is unmapped with the last tensor in it."""
 
     def __init__(self, map_bytes: int = MAP_BYTES) -> None:
-        """`map_bytes`: of a map, at least."""
+        """`map_bytes`: minimum size of a map."""
         self._map_bytes = map_bytes
         self._free = torch.empty(0, dtype=torch.uint8)
         """The unused rest of the newest map."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A zeroed tensor that begins at a cache line."""
+        """Allocate a zeroed tensor, aligned to a cache line."""
         size = math.prod(shape) * dtype.itemsize
         padded_size = -(-size // LINE_BYTES) * LINE_BYTES
         if padded_size > len(self._free):
@@ -35,7 +35,7 @@ class HugePages:
 
 
 def _map(size: int) -> Tensor:
-    # The kernel aligns maps to huge pages that are a whole number of them.
+    # The kernel aligns a map to huge pages if its size is a multiple of a huge page.
     size = -(-size // PAGE_BYTES) * PAGE_BYTES
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # the kernel may have no huge pages

@@ -8,13 +8,13 @@ from hpu.quantization.quantized_weight import GROUP_SIZE, Mxfp4Weight, Quantized
 PANEL = 16
 """Outputs that are stored side by side."""
 TILE_INPUTS = 32
-"""Inputs of a step of a product in tiles."""
+"""Inputs per step of a product in AMX tiles."""
 INT8_ROWS, INT8_GROUPS, INT4_GROUPS, INT8_STORED, INT4_STORED, MXFP4, INT16_ROWS = range(1, 8)
-"""As `Kind` in hpu/native/products.h."""
+"""Values of `Kind` in hpu/native/products.h."""
 
 
 def kind_of(weight: QuantizedWeight | Mxfp4Weight) -> int | None:
-    """The kernel for such a weight; None if the library has none."""
+    """Kind of kernel for `weight`; None if the library has no kernel."""
     out, size = weight.shape
     group = weight.group_size
     if out % PANEL or size % GROUP_SIZE or group % GROUP_SIZE:
@@ -33,10 +33,13 @@ def kind_of(weight: QuantizedWeight | Mxfp4Weight) -> int | None:
 
 
 def to_panels(weight: QuantizedWeight | Mxfp4Weight) -> tuple[int, Tensor]:
-    """The kind, and the bytes uint8: for each panel and group the scales (and mins) of 16 outputs
-    in their dtype, then the values. 8 bits are (pair, 2, output); with 4 bits each 16-bit word
-    holds one value of four pairs, the first in the lowest bits. ValueError if `kind_of` gives
-    None."""
+    """Pack `weight`; returns (kind, bytes uint8 (panels, groups, bytes of a group)).
+
+    A group holds the scales (and mins) of 16 outputs in their dtype, then the values; INT8_ROWS has
+    only values. 8-bit values are in the order (pair, 2, output). With 4 bits, each 16-bit word holds
+    a value of each of four pairs, the first pair in the lowest bits. Raises ValueError if `kind_of`
+    returns None.
+    """
     kind, (out, size) = kind_of(weight), weight.shape
     if kind is None:
         raise ValueError(f"there is no kernel for such a weight of shape ({out}, {size})")
@@ -58,7 +61,7 @@ def to_panels(weight: QuantizedWeight | Mxfp4Weight) -> tuple[int, Tensor]:
 
 
 def _to_bytes(table: Tensor) -> Tensor:
-    """(out, groups) to (panels, groups, bytes)."""
+    """Reorder (out, groups) to (panels, groups, bytes)."""
     out, groups = table.shape
     by_panel = table.view(out // PANEL, PANEL, groups).transpose(1, 2)
     return by_panel.contiguous().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""SharedSums: memory in which the ranks of a model on one host add up what each computes."""
+"""SharedSums: shared memory for the all-reduce of ranks on the same host."""
 
 import ctypes
 import logging
@@ -14,15 +14,15 @@ from hpu.distributed.process_groups import ProcessGroup
 logger = logging.getLogger(__name__)
 
 STATE_BYTES = 64
-"""Of a rank: RankState in hpu/native/ranks.h."""
+"""Bytes per rank of `RankState` in hpu/native/ranks.h."""
 SLOTS = 2
 NUMBER_BYTES = 4
 TOKEN_BYTES = 16
-"""At the end of the memory, by which a rank knows that it has opened the right one."""
+"""Size of the random token at the end of the memory, which proves that a rank opened the right file."""
 
 
 class GroupStructure(ctypes.Structure):
-    """`Group` in hpu/native/ranks.h."""
+    """A group of ranks: `Group` in hpu/native/ranks.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rank", "size", "capacity")),
@@ -32,7 +32,7 @@ class GroupStructure(ctypes.Structure):
 
 
 class SharedSums:
-    """Of the ranks of `group`, all of which call the same methods in the same order."""
+    """Shared memory of the ranks of `group`. All ranks must call the methods in the same order."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._agreement = Agreement(group)
@@ -41,8 +41,9 @@ class SharedSums:
         self.structure = GroupStructure(group.rank, group.size, 0, None, 0, 0)
 
     def reserve(self, count: int) -> bool:
-        """Make room for sums of `count` numbers, which is the same on all ranks. False where the
-        ranks share no memory: they are on several hosts, or may not open each other's."""
+        """Grow the memory to sums of `count` numbers; `count` is equal on all ranks. False if the
+        ranks cannot share memory: they are on several hosts or may not open the first rank's
+        file."""
         if count <= self.structure.capacity:
             return True
         capacity = -(-count // 16) * 16
@@ -54,7 +55,7 @@ class SharedSums:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         process = ctypes.c_int64.from_address(address + self._group.rank * STATE_BYTES + 8)
         process.value = os.getpid()
-        # Nobody waits for a rank that has not written its process yet.
+        # Wait until every rank has written its process id, which the waits of other ranks check.
         self._agreement.all_true(True)
         self._memory = memory
         self.structure.memory, self.structure.capacity = address, capacity
@@ -62,13 +63,13 @@ class SharedSums:
         return True
 
     def check(self) -> None:
-        """Raise EngineDied after a call in which another rank ended."""
+        """Raise EngineDied if another rank ended during the last call."""
         if self.structure.lost:
             raise EngineDied(f"rank {self.structure.lost - 1} has ended in a step")
 
     def _open(self, token_at: int) -> mmap.mmap | None:
-        """Memory of `token_at` bytes and a token, which the first rank makes: anonymous, so that
-        nothing is left when the processes end."""
+        """Map memory of `token_at` bytes and a token; None if a rank cannot map it. The first rank
+        creates an anonymous file, which the kernel frees when the processes end."""
         memory, descriptor, token = None, -1, b""
         if self._agreement.is_first:
             token = secrets.token_bytes(TOKEN_BYTES)

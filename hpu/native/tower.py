@@ -1,4 +1,4 @@
-"""NativeTowerKernels: what vision towers are made of, as calls of the library."""
+"""NativeTowerKernels: operators of vision towers as calls of the C++ library."""
 
 import ctypes
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from hpu.ops.cpu import can_pack
 from hpu.ops.cpu_tower import TowerKernels
 
 MOST_HEAD = 256
-"""Numbers of a head, as in hpu/native/model.h."""
+"""Maximum head dimension, as in hpu/native/model.h."""
 
 
 class _Patches(ctypes.Structure):
-    """As `Patches` in hpu/native/patches.h."""
+    """Inputs of attention over patches: `Patches` in hpu/native/patches.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "ends")),
@@ -28,7 +28,7 @@ class _Patches(ctypes.Structure):
 
 
 class NativeTowerKernels(TowerKernels):
-    """The library's, and torch's where it has none or torch's are as fast."""
+    """Kernels of the library; torch's operators where the library has no kernel or is not faster."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -41,7 +41,7 @@ class NativeTowerKernels(TowerKernels):
     def gated_mlp(
         self, gate: nn.Linear, up: nn.Linear, down: nn.Linear
     ) -> Callable[[Tensor], Tensor] | None:
-        # Zeros between the products change nothing, and sizes of towers fill no tiles without.
+        # Pad the inner size to whole tiles: zeros between the products do not change the result.
         missing = -gate.out_features % TILE_INPUTS
         both = (gate, up)
         gate_up = torch.cat(

@@ -1,5 +1,5 @@
-"""Diagnostics: what the device's runtime counts in each step (compilations, operations on the host,
-recipe cache), as counters and log lines."""
+"""Diagnostics: counters and log lines of the compilations, host fallbacks and recipe cache lookups
+that the device's runtime counts in each step."""
 
 import logging
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class CountsWork(Protocol):
-    """A back end whose runtime counts compilations and fallbacks. Totals since the start; reading
-    them does not wait for the device."""
+    """Back end whose runtime counts compilations and host fallbacks. All counts are totals since the
+    start; reading them does not wait for the device."""
 
     def compilations(self) -> int: ...
 
     def compile_seconds(self) -> float: ...
 
     def cpu_fallbacks(self) -> Mapping[str, int]:
-        """By operation."""
+        """Count of host fallbacks by operation."""
         ...
 
     def recipe_cache(self) -> tuple[int, int]:
@@ -33,8 +33,8 @@ class CountsWork(Protocol):
 class Diagnostics:
     """Reads the runtime's totals after each step.
 
-    Launches are compiled when they are submitted: with one plan ahead, the next step's compilations
-    may count for this one.
+    A launch is compiled when it is submitted. If the next plan is already submitted, its
+    compilations count for the current step.
     """
 
     def __init__(
@@ -45,9 +45,8 @@ class Diagnostics:
         *,
         counts_by_phase: bool,
     ) -> None:
-        """`counts_by_phase`: count compilations by phase, since GraphCache captures no graphs that
-        it would count; those of a step with both phases count for the phase of its first
-        launch."""
+        """`counts_by_phase`: count compilations by phase here, because GraphCache counts only
+        captures. A step with both phases counts for the phase of its first launch."""
         self._runtime = runtime
         self._config = config
         self._counters = counters
@@ -56,19 +55,19 @@ class Diagnostics:
         self.reset()
 
     def reset(self) -> None:
-        """Ignore everything that was compiled until now."""
+        """Exclude earlier compilations and fallbacks from the next counts."""
         self._known_compilations = self._runtime.compilations()
         self._known_seconds = self._runtime.compile_seconds()
         self._known_fallbacks = dict(self._runtime.cpu_fallbacks())
         self._count_recipes()
 
     def warmed_up(self, phase: int) -> None:
-        """Count the compilations of a bucket of this phase that was prepared."""
+        """Count the compilations of a warmed-up bucket of `phase`."""
         self._count_phase(phase, "warmup", self._runtime.compilations() - self._known_compilations)
         self.reset()
 
     def collected(self, output: AsyncStepOutput) -> None:
-        """Count and log what happened since the last step."""
+        """Count and log compilations and fallbacks since the last step."""
         total = self._runtime.compilations()
         compiled, self._known_compilations = total - self._known_compilations, total
         fallbacks = dict(self._runtime.cpu_fallbacks())

@@ -1,5 +1,5 @@
-"""Profiler: a Chrome trace of the steps, for Perfetto. Reads device times only of steps that are
-done, so it never waits. And a trace of the operations of launches outside of any step."""
+"""Profiler: Chrome traces of steps for Perfetto, and of the operations of launches outside of steps.
+Traces of steps read device times only after a step is done, so they never wait for the device."""
 
 import logging
 import os
@@ -23,31 +23,31 @@ from hpu.runner.counters import phase_name
 logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 200_000
-"""Events of one trace, about 60 MB: four a step, two a launch, two more for deferred sampling."""
+"""Maximum events of a trace, about 60 MB: four per step, two per launch, two for deferred sampling."""
 
 OPERATION_RUNS = 3
-"""Runs for a trace of operations, as many as the vendor's plug-in makes; the last one is traced."""
+"""Runs for a trace of operations, as in the vendor's plug-in; only the last run is traced."""
 
 STEPS, DEVICE, HOST = 1, 2, 3
 TRACKS = {STEPS: "steps", DEVICE: "device", HOST: "host"}
-"""Thread names of the trace; steps and launches are placed at their device times."""
+"""Thread names of the trace. Steps and launches have device times."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Moment(NamedTuple):
-    """A point of the device's queue, and its time on the host's clock in seconds."""
+    """An event of the device's queue and its host time (perf_counter) in seconds."""
 
     event: Event
     seconds: float
 
 
 class Trace:
-    """The events of some steps, encoded in memory until `end` writes them.
+    """Trace of a range of steps. Events are kept encoded in memory until `end` writes the file.
 
-    The file is valid JSON from the beginning: an empty trace at first. Ends by itself after
-    `max_events` events, or after step `last`, counted from the trace's first step 0; steps before
-    `first` are left out.
+    The file is written at construction as an empty trace, so it is always valid JSON. The trace
+    ends by itself once it has `max_events` events, or after step `last`. Steps are counted from 0
+    within the trace; steps before `first` are left out.
     """
 
     def __init__(
@@ -72,10 +72,9 @@ class Trace:
         self._events: list[bytes] = []
         self._num_steps = 0
         self._submitted: dict[int, tuple[int, float, float]] = {}
-        """Of each step in flight: its number in this trace, and when its submission began and
-        ended."""
+        """(number in this trace, start and end of submission in seconds) by step in flight."""
         self._deferred: dict[int, tuple[float, float]] = {}
-        """Of each step in flight with deferred sampling: when that was launched."""
+        """(start, end) of the launch of deferred sampling in seconds, by step in flight."""
         self._write()
 
     def submitted(self, output: AsyncStepOutput, begun_s: float) -> None:
@@ -91,8 +90,8 @@ class Trace:
             self._deferred[output.step] = begun_s, time.perf_counter()
 
     def collected(self, output: AsyncStepOutput, seconds: list[float], begun_s: float) -> None:
-        """Record a step that is done: device `seconds` of each launch, and the start of reading its
-        results. Steps that were launched before the trace began are left out."""
+        """Record a finished step: device `seconds` per launch, and `begun_s`, when reading of its
+        results began. Steps launched before the trace began are left out."""
         submitted = self._submitted.pop(output.step, None)
         deferred = self._deferred.pop(output.step, None)
         if submitted is None or self.is_over:
@@ -121,7 +120,7 @@ class Trace:
         return self.path
 
     def end_quietly(self, reason: str) -> None:
-        """`end`, but log an OSError instead of ending the worker."""
+        """Call `end`; log an OSError instead of raising it."""
         try:
             logger.info("The trace %s ends: %s", self.end(), reason)
         except OSError as error:
@@ -147,7 +146,7 @@ class Trace:
             return
         # Deferred launches ran last, whatever their index in the plan.
         begin_s, stop_s = min(spans)[0], max(stop for _, stop in spans)
-        # Place the next step relative to this one: long differences lose digits.
+        # Place the next step relative to the end of the current step: long differences lose digits.
         elapsed_s = output.end.seconds_since(self._anchor.event)
         self._anchor = Moment(output.end, self._anchor.seconds + elapsed_s)
         arguments = {
@@ -189,7 +188,7 @@ class Trace:
 
 
 class Profiler:
-    """Begins and ends traces of one worker, one at a time."""
+    """Starts and stops the traces of a worker; at most one trace runs at a time."""
 
     def __init__(
         self,
@@ -200,9 +199,9 @@ class Profiler:
         rank: int = 0,
         max_events: int = MAX_EVENTS,
     ) -> None:
-        """`rank`: of several workers each traces itself, in a file of its own."""
+        """`rank`: with several workers, each rank writes a trace file of its own."""
         self.trace: Trace | None = None
-        """Records steps while it is set; changed between steps."""
+        """The trace that records steps; None: no trace. Changed only between steps."""
         self._backend = backend
         self._config = config
         self._folder = Path(cache_dir or cache_home()) / "traces"
@@ -221,9 +220,10 @@ class Profiler:
             raise ConfigError(f"the trace cannot be written to {path}: {error}") from None
 
     def trace_operations(self, run: Callable[[], None]) -> str:
-        """Trace the operations of `run`, on host and device, with torch's profiler: the last of
-        three runs, for the profiler to start in the others. `run` waits for the device. Returns the
-        path of the file. Raises ConfigError when it cannot be written."""
+        """Trace the operations of `run` on host and device with torch's profiler; returns the path of
+        the file. `run` is called three times, and must wait for the device: the first two runs warm
+        up the profiler, the last run is traced. Raises ConfigError when the file cannot be
+        written."""
         path = self._path()
         kinds = torch.profiler.ProfilerActivity
         device = getattr(kinds, self._backend.device.type.upper())
@@ -244,8 +244,9 @@ class Profiler:
         return path
 
     def call(self, name: str) -> str:
-        """Answer START_PROFILE or STOP_PROFILE with the path of the trace's file. Raises UserError
-        when there is a trace already, or none; RequestFailed when the file cannot be written."""
+        """Handle START_PROFILE or STOP_PROFILE; returns the path of the trace file. Raises UserError
+        if a trace is already running (start), no trace is running (stop) or `name` is unknown;
+        RequestFailed if the file cannot be written."""
         try:
             if name == START_PROFILE:
                 return self._start()
@@ -287,7 +288,7 @@ class Profiler:
         return path
 
     def _path(self) -> str:
-        """The configured file, with the rank before its ending for ranks above 0."""
+        """Path of the configured trace; ranks above 0 insert `.rankN` before the suffix."""
         configured = self._config.profiler or "auto"
         if configured == "auto":
             return self._default_path()
@@ -302,7 +303,7 @@ class Profiler:
 
 
 def _described(launch: AsyncLaunchOutput) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a launch: decode (8, 1, 64), 6 of 8 tokens real."""
+    """Name of a launch, such as "decode (8, 1, 64)", and its trace arguments."""
     plan = launch.launch
     assert plan is not None, "a warm-up has no trace"
     batch, query, _ = plan.bucket

@@ -1,1 +1,1 @@
-"""Warm-up: the order of buckets, graph capture, and what is reported of it."""
+"""Warm-up: order of buckets, graph capture and log lines."""

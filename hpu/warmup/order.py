@@ -1,5 +1,5 @@
-"""Order of buckets: of warm-up, of graph capture, and which are left out when memory is short.
-Pure."""
+"""Order of buckets for warm-up and graph capture, and the memory budget of captures. Pure
+functions of their arguments."""
 
 from collections.abc import Sequence
 
@@ -12,25 +12,27 @@ from hpu.protocol import DECODE, PREFILL, Bucket
 CAPTURE_ORDERS = ("min_tokens", "max_bs")
 
 SMALL_SHARE = 0.25
-"""Share of a phase's buckets, the cheapest ones, that are warmed up before the first request."""
+"""Without known traffic: share of a phase's buckets, cheapest first, warmed up before the first
+request."""
 
 TRAFFIC_SHARE = 0.98
-"""Share of each phase's launches that the buckets warmed up before the first request serve."""
+"""With known traffic: share of a phase's launches whose buckets are warmed up before the first
+request."""
 
 
 def largest_first(buckets: list[Bucket], block_size: int) -> list[Bucket]:
-    """Prompts before decodes, each by falling cost: a bucket that does not fit is serving early."""
+    """Prompts before decodes, each by falling cost, so that buckets that do not fit fail early."""
     return sorted(buckets, key=lambda b: (b[0] == DECODE, -_cost(b, block_size), b))
 
 
 def split_buckets(
     table: BucketTable, buckets: list[Bucket], traffic: list[Lengths] | None
 ) -> tuple[list[Bucket], list[Bucket]]:
-    """Split `buckets` into those for before the first request and those for between requests, both
-    the most used ones first.
+    """Split `buckets` into buckets warmed up before the first request and buckets warmed up between
+    requests, both sorted by use, most used first.
 
-    The first part holds the buckets that serve most of `traffic` (None: the cheapest of each phase)
-    and the largest ones, so that every launch has a bucket from the beginning.
+    The first part holds the buckets that serve most of `traffic` (None: the cheapest buckets of
+    each phase) and the largest buckets, so that every launch fits a warmed-up bucket.
     """
     size = table.limits.block_size
     shares = {p.bucket: p.share for p in table.padding(traffic)} if traffic else {}
@@ -46,7 +48,7 @@ def split_buckets(
 
 
 def _serving(buckets: list[Bucket], shares: dict[Bucket, float]) -> list[Bucket]:
-    """The most used of `buckets`, as many as serve TRAFFIC_SHARE of the launches."""
+    """The first of `buckets`, sorted by use, that together serve TRAFFIC_SHARE of the launches."""
     remaining = TRAFFIC_SHARE * sum(shares[bucket] for bucket in buckets)
     serving = []
     for bucket in buckets:
@@ -63,8 +65,8 @@ def _cost(bucket: Bucket, block_size: int) -> int:
 
 
 def _cover(buckets: list[Bucket]) -> list[Bucket]:
-    """Buckets that cover all of `buckets`: every decode, and every prompt of batch 1, since prompts
-    without a wide batch are launched one by one."""
+    """The largest buckets, into which every launch fits. Prompts need only batch 1: prompts without
+    a bucket for a wider batch are launched separately."""
     decodes = [b for b in buckets if b[0] == DECODE]
     prompts = [b for b in buckets if b[0] == PREFILL]
     alone = [b for b in prompts if b[1] == 1] or prompts
@@ -72,7 +74,7 @@ def _cover(buckets: list[Bucket]) -> list[Bucket]:
 
 
 def _largest(buckets: list[Bucket]) -> list[Bucket]:
-    """The buckets that fit into no other."""
+    """The buckets that do not fit into a larger bucket."""
 
     def fits(one: Bucket, other: Bucket) -> bool:
         return one != other and all(a <= b for a, b in zip(one, other, strict=True))
@@ -81,8 +83,8 @@ def _largest(buckets: list[Bucket]) -> list[Bucket]:
 
 
 def order_buckets(buckets: Sequence[Bucket], strategy: str, block_size: int) -> list[Bucket]:
-    """The order of captures. `min_tokens`: by work, then by length. `max_bs`: by falling batch,
-    then by length. Equal ones by shape."""
+    """Order of captures. `min_tokens`: by batch * length, then by length. `max_bs`: by falling batch,
+    then by length. Ties are ordered by shape."""
     if strategy not in CAPTURE_ORDERS:
         raise ConfigError(f"capture order {strategy!r} is not one of {', '.join(CAPTURE_ORDERS)}")
 
@@ -94,13 +96,13 @@ def order_buckets(buckets: Sequence[Bucket], strategy: str, block_size: int) -> 
 
 
 def _length(bucket: Bucket, block_size: int) -> int:
-    """Tokens of a prompt, cached context included; blocks of a decode."""
+    """Tokens of a prompt bucket, cached context included; blocks of a decode bucket."""
     phase, _, query, blocks = bucket
     return query + blocks * block_size if phase == PREFILL else blocks
 
 
 def split_graphs(graphs: float, prompt_ratio: float) -> tuple[float, float]:
-    """(prompt, decode) parts of the graphs' memory."""
+    """Split `graphs`, the memory for graphs in bytes, into (prompt, decode) shares."""
     if not 0 <= prompt_ratio <= 1:
         raise ConfigError(f"--graph-prompt-ratio is {prompt_ratio}, it must be between 0 and 1")
     prompt = graphs * prompt_ratio
@@ -110,8 +112,8 @@ def split_graphs(graphs: float, prompt_ratio: float) -> tuple[float, float]:
 class CaptureBudget:
     """Decides before each capture of one phase whether it fits the remaining memory.
 
-    A graph is expected to take as many bytes a token as those before it; the first is always tried.
-    What remains in the end goes to the other phase.
+    A graph is expected to take as many bytes per token as the graphs before it; the first graph
+    only needs a budget above zero. The other phase can take over the remaining bytes.
     """
 
     def __init__(self, budget_bytes: int, block_size: int) -> None:
@@ -121,7 +123,7 @@ class CaptureBudget:
         self._bytes = 0
 
     def fits(self, bucket: Bucket) -> bool:
-        """Whether to capture `bucket`."""
+        """Whether the expected graph of `bucket` fits the remaining bytes."""
         tokens = bucket[1] * _length(bucket, self._block_size)
         expected = self._bytes * tokens / self._tokens if self._tokens else 0.0
         return self.remaining_bytes > 0 and expected <= self.remaining_bytes

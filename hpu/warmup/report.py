@@ -11,11 +11,11 @@ from hpu.runner.counters import phase_name
 logger = logging.getLogger(__name__)
 
 MAX_LISTED = 12
-"""Most buckets that a log line lists; the rest is counted."""
+"""Maximum number of buckets that a log line lists; the rest are only counted."""
 
 
 def log_buckets(table: BucketTable, strategy: str) -> None:
-    """Dimensions and buckets of a table that pads."""
+    """Log the dimensions and buckets of `table`, unless it is exact."""
     if table.is_exact:
         return
     for phase, names in (
@@ -36,7 +36,7 @@ def log_buckets(table: BucketTable, strategy: str) -> None:
 
 
 def log_unused(count: int) -> None:
-    """Buckets that no launch can use."""
+    """Log the number of buckets that no launch can use."""
     if count:
         logger.info(
             "%d buckets are not prepared: they hold more blocks than their rows can, at this "
@@ -46,7 +46,7 @@ def log_unused(count: int) -> None:
 
 
 def log_step(bucket: Bucket, number: int, total: int, free_bytes: int, *, graph: bool) -> None:
-    """One bucket of a warm-up, with the free memory after it."""
+    """Log a warmed-up bucket and the free memory after it."""
     phase, batch, query, blocks = bucket
     logger.info(
         "Warm-up, %s%s %d/%d: batch %d, %s; %.2f GiB free",
@@ -61,7 +61,7 @@ def log_step(bucket: Bucket, number: int, total: int, free_bytes: int, *, graph:
 
 
 def log_graphs(phase: int, captured: list[Bucket], total: int, taken: int, seconds: float) -> None:
-    """The captured buckets of a phase."""
+    """Log the captured buckets of a phase."""
     logger.info(
         "Captured %d of %d %s buckets in %.1f s, %.3f GiB: %s",
         len(captured),
@@ -76,7 +76,7 @@ def log_graphs(phase: int, captured: list[Bucket], total: int, taken: int, secon
 def log_not_captured(
     phase: int, not_captured: list[Bucket], warmup: WarmupConfig, *, full: bool
 ) -> None:
-    """Buckets without a graph, and the settings that would help. `full`: the device's memory is
+    """Log buckets without a graph and the settings that would help. `full`: the device's memory is
     used up, not only the share for graphs."""
     reserve = f"raise --graph-reserved-mem (now {warmup.graph_memory_fraction:g})"
     if full:
@@ -96,12 +96,12 @@ def log_not_captured(
 
 
 def log_uncompilable(bucket: Bucket, error: Exception) -> None:
-    """A bucket that the device's compiler refuses."""
+    """Log a bucket that the device's compiler refuses."""
     logger.error("Bucket %s is left out, it cannot be compiled: %s", bucket, error)
 
 
 def log_too_large(bucket: Bucket) -> None:
-    """A bucket that does not fit beside weights and cache."""
+    """Log a bucket that does not fit into the memory that weights and KV cache leave."""
     logger.warning(
         "The %s bucket %s does not fit into the device's memory and is not used. To keep it, lower "
         "--gpu-memory-utilization, or the number of KV blocks where it was given; to do without, "

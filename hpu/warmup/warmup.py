@@ -32,7 +32,7 @@ from hpu.warmup.order import (
 logger = logging.getLogger(__name__)
 
 FIRST_QUERY = 16
-"""Tokens of the one prefill that warms up an exact table."""
+"""Tokens of the single prefill that warms up an exact table."""
 
 Progress = Callable[[WarmupProgress], None]
 
@@ -40,11 +40,13 @@ Progress = Callable[[WarmupProgress], None]
 class Warmup:
     """Prepares buckets in three passes.
 
-    First each bucket runs once without a graph, the largest first: afterwards everything is
-    compiled, the device's workspace has its final size, and buckets that do not fit are known. Then
-    every kind of sampling runs once in each batch width. Last, graphs are captured in the
-    configured order and replayed once, within the memory reserved for them; nothing else allocates
-    by then, so a capture's growth is the graph's size. A bucket without a graph runs compiled.
+    1. Each bucket runs once without a graph, the largest first. Afterwards everything is compiled,
+       the device's workspace has its final size, and buckets that do not fit are known.
+    2. Every kind of sampling runs once in each batch width.
+    3. Graphs are captured in the configured order and replayed once, within the memory reserved for
+       graphs. Nothing else allocates then, so the growth of memory is the size of the graph.
+
+    A bucket without a graph runs compiled.
     """
 
     def __init__(
@@ -74,16 +76,16 @@ class Warmup:
         self._full: set[int] = set()
         """Phases in which a capture filled the device's memory."""
         self._widths: set[tuple[int, int]] = set()
-        """Those of `_width` in which every kind of sampling has run."""
+        """Values of `_width` for which every kind of sampling has run."""
         self._captured_widths: set[int] = set()
-        """Batch widths of captured decodes."""
+        """Batch sizes of captured decodes."""
         self._background: deque[Bucket] = deque()
         self._left_out: list[Bucket] = []
         """Background buckets without a graph."""
         self._pads = False
-        """Whether there is a table of buckets."""
+        """Whether launches are padded to buckets; False for an exact table."""
         self._prompt_width: int | None = None
-        """Sequences of a prefill where all prefills have as many; None: its batch."""
+        """Sequences of every prefill, if prompts are merged into a row; None: the bucket's batch."""
 
     @property
     def num_later(self) -> int:
@@ -91,9 +93,9 @@ class Warmup:
         return len(self._background)
 
     def start(self, table: BucketTable, on_progress: Progress) -> list[Bucket]:
-        """Prepare what the settings ask for before the first request; returns the usable buckets.
-        Raises ConfigError when no bucket of a phase fits into memory, or when the traffic file
-        cannot be read."""
+        """Run the configured warm-up before the first request; returns the usable buckets. Raises
+        ConfigError when no bucket of a phase fits into memory, or when the traffic file cannot be
+        read."""
         mode, first = self._config.mode, table.reachable
         if table.limits.merged_prefill:
             self._prompt_width = table.limits.max_prefill_batch
@@ -115,8 +117,8 @@ class Warmup:
         return usable
 
     def prepare_next(self) -> list[Bucket]:
-        """Prepare the next background bucket; nothing may be in flight. Returns it, or an empty
-        list when it does not fit."""
+        """Prepare the next background bucket; no step may be in flight. Returns the bucket in a list,
+        or an empty list when the bucket does not fit."""
         bucket = self._background.popleft()
         self._graphs.stage = "warmup"
         fits = self._prepare(bucket)
@@ -141,7 +143,7 @@ class Warmup:
         return buckets
 
     def _start_serving(self) -> None:
-        """From now on compilations count as serving, unless `prepare_next` is called."""
+        """Count later compilations as serving; end the back end's warm-up if no bucket is left."""
         self._graphs.stage = "serving"
         if not self._background:
             self._backend.end_warmup()
@@ -149,7 +151,7 @@ class Warmup:
     def _run(
         self, buckets: list[Bucket], on_progress: Progress, phases: tuple[int, ...]
     ) -> list[Bucket]:
-        """Prepare `buckets`; without any (an exact table) run one small launch of each phase."""
+        """Prepare `buckets`, or a small launch per phase if there are no buckets (exact table)."""
         start, free = time.perf_counter(), self._backend.memory()[0]
         self._pads = bool(buckets)
         order = largest_first(buckets or _small_launches(phases), self._block_size)
@@ -172,7 +174,7 @@ class Warmup:
         return usable if buckets else []
 
     def _prepare(self, bucket: Bucket) -> bool:
-        """Prepare one bucket, from its first run to its graph."""
+        """Run, sample and capture `bucket`. False when it does not fit."""
         if not self._run_once(bucket, GREEDY):
             return False
         if self._width(bucket) not in self._widths:
@@ -226,8 +228,8 @@ class Warmup:
                     progress.step()
 
     def _width(self, bucket: Bucket) -> tuple[int, int]:
-        """Rows that a launch in the bucket samples for each request, and the requests: launches
-        that agree in both run the same operations."""
+        """(rows sampled per request, number of requests) of a launch in `bucket`. Launches with equal
+        widths run the same sampling operations."""
         if bucket[0] == PREFILL:
             return 1, self._prompt_width or bucket[1]
         return self._runner.decode_width, bucket[1]
@@ -235,8 +237,8 @@ class Warmup:
     def _samplings_by_width(
         self, buckets: list[Bucket]
     ) -> list[tuple[Bucket, tuple[RequestSampling, ...]]]:
-        """Every kind of sampling for each batch width, with its smallest bucket, the widest first.
-        GREEDY is left out: each bucket's first run uses it."""
+        """(smallest bucket, kinds of sampling) for each width, the widest first. GREEDY is left out:
+        the first run of each bucket uses it."""
         kinds = tuple(one for one in self._runner.warmup_settings if one != GREEDY)
         if not kinds:
             return []
@@ -244,8 +246,8 @@ class Warmup:
         return [(smallest[width], kinds) for width in sorted(smallest, reverse=True)]
 
     def _capture_all(self, buckets: list[Bucket], progress: "_Progress") -> None:
-        """Capture prompts within their share, decodes within theirs and what is left of the
-        prompts' share, then prompts again within what decodes left."""
+        """Capture prompts within their share, decodes within their share and the rest of the prompts'
+        share, then the remaining prompts within the memory that decodes left."""
         config = self._config
         orders = {PREFILL: config.prompt_order, DECODE: config.decode_order}
         left: dict[int, list[Bucket]] = {}
@@ -281,7 +283,8 @@ class Warmup:
     def _capture(
         self, order: list[Bucket], progress: "_Progress | None", *, is_pooled: bool
     ) -> tuple[list[Bucket], list[Bucket]]:
-        """(captured, left out) of one phase's buckets, in the order given."""
+        """Capture `order`; returns (captured, left out). Buckets that cannot be compiled are in
+        neither list."""
         captured: list[Bucket] = []
         left_out: list[Bucket] = []
         for number, bucket in enumerate(order, start=1):
@@ -310,8 +313,8 @@ class Warmup:
         return captured, left_out
 
     def _run_graph(self, bucket: Bucket) -> bool:
-        """Replay a new graph once: the first replay is slower. The first decode of a batch width
-        also captures the sampler, within the same budget. False when memory is full."""
+        """Replay a new graph once: the first replay is slower. The first decode of a batch size also
+        captures the sampler, within the same budget. False when memory is full."""
         settings: tuple[RequestSampling, ...] = (GREEDY,)
         if bucket[0] == DECODE and bucket[1] not in self._captured_widths:
             self._captured_widths.add(bucket[1])
@@ -324,8 +327,8 @@ class Warmup:
         return fits
 
     def _fits_budget(self, bucket: Bucket, is_pooled: bool) -> bool:
-        """Whether the phase's budget holds another graph; with `is_pooled`, it may use up the
-        other phase's."""
+        """Whether the budget of the phase holds a graph of `bucket`. With `is_pooled`, a budget that
+        is too small first takes over the rest of the other phase's budget."""
         budget = self._budgets[bucket[0]]
         if budget.fits(bucket) or not is_pooled:
             return budget.fits(bucket)
@@ -335,8 +338,8 @@ class Warmup:
         return budget.fits(bucket)
 
     def _run_once(self, bucket: Bucket, *samplings: RequestSampling) -> bool:
-        """Run a bucket with one request, sampled in each of these ways; False when memory is full
-        or the device's compiler refuses it, which is logged, on any rank."""
+        """Run `bucket` once for `samplings`. False when memory is full or the device's compiler
+        refuses the bucket, on any rank; the failing rank logs the reason."""
         return self._agreement.all_true(self._try_once(bucket, samplings))
 
     def _try_once(self, bucket: Bucket, samplings: tuple[RequestSampling, ...]) -> bool:
@@ -370,13 +373,13 @@ class _Progress:
 
     def step(self) -> None:
         self._done = min(self._done + 1, self._total)
-        # The largest buckets come first: this is an upper estimate.
+        # The largest buckets come first, so this estimate is an upper bound.
         a_step_s = (time.perf_counter() - self._start_s) / self._done
         left_s = a_step_s * (self._total - self._done)
         self._on_progress(WarmupProgress("warmup", self._done, self._total, left_s))
 
     def finish(self) -> None:
-        """Report the steps that were skipped as done."""
+        """Report skipped steps as done."""
         if self._done < self._total:
             self._done = self._total
             self._on_progress(WarmupProgress("warmup", self._done, self._total))
