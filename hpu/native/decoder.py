@@ -148,8 +148,8 @@ class _Sizes(NamedTuple):
 
 
 class CompiledDecoder(CausalLM):
-    """Runs `model` by the C++ library, with the PackedLinear kernels of its linear layers. Falls back
-    to `model` itself if a layer has no kernel or the library does not support the sizes."""
+    """Runs `model` by the C++ library, with the PackedLinear kernels of its linear layers. Falls
+    back to `model` itself if a layer has no kernel or the library does not support the sizes."""
 
     def __init__(self, model: Decoder, library: Library, sums: SharedSums | None = None) -> None:
         """`sums`: shared memory for all-reduce if several ranks divide the layers."""
@@ -392,7 +392,8 @@ def _pair(mlp: GatedMLP) -> tuple[PackedLinear, PackedLinear] | None:
 
 
 def _mixture(moe: MoE) -> _Mixture | None:
-    """Addresses of the weights, which `moe` keeps alive; None if the library does not support it."""
+    """Addresses of the weights, which `moe` keeps alive; None if the library does not support
+    it."""
     experts, gate, router = moe.experts.moe_op, moe.gate.weight, moe.router
     if not isinstance(experts, PackedExperts) or gate is None:
         return None
@@ -508,8 +509,8 @@ class _Launcher:
         return hidden
 
     def _add_adapters(self, step: _Step, slots: Tensor | None, length: int) -> object:
-        """Set the adapters of the sequences of `step`, `length` tokens each. Returns the arrays that
-        must stay alive until the call ends."""
+        """Set the adapters of the sequences of `step`, `length` tokens each. Returns the arrays
+        that must stay alive until the call ends."""
         if slots is None or self._adapters is None:
             return None
         found = self._adapters.rows(slots, length)

@@ -103,7 +103,8 @@ class PackedLinear:
         return out
 
     def gate(self, x: Tensor) -> Tensor:
-        """Gated product, (..., in) to (..., out / 2): silu(first half of the outputs) * second half."""
+        """Gated product, (..., in) to (..., out / 2): silu(first half of the outputs) * second
+        half."""
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.product.outputs // 2))
         self._library.gate(self.product, x, x.numel() // self.product.width, out)
@@ -148,7 +149,8 @@ class ExpertsStructure(ctypes.Structure):
 
 
 Stack = Tensor | tuple[QuantizedWeight | Mxfp4Weight, ...]
-"""A weight of every expert: (experts, out, in) bfloat16, or a tuple of equally quantized weights."""
+"""A weight of every expert: (experts, out, in) bfloat16, or a tuple of equally quantized
+weights."""
 
 
 class Stacks(NamedTuple):

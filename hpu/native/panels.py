@@ -36,10 +36,9 @@ def to_panels(weight: QuantizedWeight | Mxfp4Weight) -> tuple[int, Tensor]:
     """Pack `weight`; returns (kind, bytes uint8 (panels, groups, bytes of a group)).
 
     A group holds the scales (and mins) of 16 outputs in their dtype, then the values; INT8_ROWS has
-    only values. 8-bit values are in the order (pair, 2, output). With 4 bits, each 16-bit word holds
-    a value of each of four pairs, the first pair in the lowest bits. Raises ValueError if `kind_of`
-    returns None.
-    """
+    only values. 8-bit values are in the order (pair, 2, output). With 4 bits, each 16-bit word
+    holds a value of each of four pairs, the first pair in the lowest bits. Raises ValueError if
+    `kind_of` returns None."""
     kind, (out, size) = kind_of(weight), weight.shape
     if kind is None:
         raise ValueError(f"there is no kernel for such a weight of shape ({out}, {size})")

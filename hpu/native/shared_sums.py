@@ -18,7 +18,8 @@ STATE_BYTES = 64
 SLOTS = 2
 NUMBER_BYTES = 4
 TOKEN_BYTES = 16
-"""Size of the random token at the end of the memory, which proves that a rank opened the right file."""
+"""Size of the random token at the end of the memory, which proves that a rank opened the right
+file."""
 
 
 class GroupStructure(ctypes.Structure):

@@ -28,7 +28,8 @@ class _Patches(ctypes.Structure):
 
 
 class NativeTowerKernels(TowerKernels):
-    """Kernels of the library; torch's operators where the library has no kernel or is not faster."""
+    """Kernels of the library; torch's operators where the library has no kernel or is not
+    faster."""
 
     def __init__(self, library: Library) -> None:
         self._library = library

@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class CountsWork(Protocol):
-    """Back end whose runtime counts compilations and host fallbacks. All counts are totals since the
-    start; reading them does not wait for the device."""
+    """Back end whose runtime counts compilations and host fallbacks. All counts are totals since
+    the start; reading them does not wait for the device."""
 
     def compilations(self) -> int: ...
 

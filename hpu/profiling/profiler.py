@@ -1,5 +1,6 @@
-"""Profiler: Chrome traces of steps for Perfetto, and of the operations of launches outside of steps.
-Traces of steps read device times only after a step is done, so they never wait for the device."""
+"""Profiler: Chrome traces of steps for Perfetto, and of the operations of launches outside of
+steps. Traces of steps read device times only after a step is done, so they never wait for the
+device."""
 
 import logging
 import os
@@ -23,7 +24,8 @@ from hpu.runner.counters import phase_name
 logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 200_000
-"""Maximum events of a trace, about 60 MB: four per step, two per launch, two for deferred sampling."""
+"""Maximum events of a trace, about 60 MB: four per step, two per launch, two for deferred
+sampling."""
 
 OPERATION_RUNS = 3
 """Runs for a trace of operations, as in the vendor's plug-in; only the last run is traced."""
@@ -220,9 +222,9 @@ class Profiler:
             raise ConfigError(f"the trace cannot be written to {path}: {error}") from None
 
     def trace_operations(self, run: Callable[[], None]) -> str:
-        """Trace the operations of `run` on host and device with torch's profiler; returns the path of
-        the file. `run` is called three times, and must wait for the device: the first two runs warm
-        up the profiler, the last run is traced. Raises ConfigError when the file cannot be
+        """Trace the operations of `run` on host and device with torch's profiler; returns the path
+        of the file. `run` is called three times, and must wait for the device: the first two runs
+        warm up the profiler, the last run is traced. Raises ConfigError when the file cannot be
         written."""
         path = self._path()
         kinds = torch.profiler.ProfilerActivity
@@ -244,9 +246,9 @@ class Profiler:
         return path
 
     def call(self, name: str) -> str:
-        """Handle START_PROFILE or STOP_PROFILE; returns the path of the trace file. Raises UserError
-        if a trace is already running (start), no trace is running (stop) or `name` is unknown;
-        RequestFailed if the file cannot be written."""
+        """Handle START_PROFILE or STOP_PROFILE; returns the path of the trace file. Raises
+        UserError if a trace is already running (start), no trace is running (stop) or `name` is
+        unknown; RequestFailed if the file cannot be written."""
         try:
             if name == START_PROFILE:
                 return self._start()

@@ -83,8 +83,8 @@ def _largest(buckets: list[Bucket]) -> list[Bucket]:
 
 
 def order_buckets(buckets: Sequence[Bucket], strategy: str, block_size: int) -> list[Bucket]:
-    """Order of captures. `min_tokens`: by batch * length, then by length. `max_bs`: by falling batch,
-    then by length. Ties are ordered by shape."""
+    """Order of captures. `min_tokens`: by batch * length, then by length. `max_bs`: by falling
+    batch, then by length. Ties are ordered by shape."""
     if strategy not in CAPTURE_ORDERS:
         raise ConfigError(f"capture order {strategy!r} is not one of {', '.join(CAPTURE_ORDERS)}")
 

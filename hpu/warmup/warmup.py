@@ -85,7 +85,8 @@ class Warmup:
         self._pads = False
         """Whether launches are padded to buckets; False for an exact table."""
         self._prompt_width: int | None = None
-        """Sequences of every prefill, if prompts are merged into a row; None: the bucket's batch."""
+        """Sequences of every prefill, if prompts are merged into a row; None: the bucket's
+        batch."""
 
     @property
     def num_later(self) -> int:
@@ -117,8 +118,8 @@ class Warmup:
         return usable
 
     def prepare_next(self) -> list[Bucket]:
-        """Prepare the next background bucket; no step may be in flight. Returns the bucket in a list,
-        or an empty list when the bucket does not fit."""
+        """Prepare the next background bucket; no step may be in flight. Returns the bucket in a
+        list, or an empty list when the bucket does not fit."""
         bucket = self._background.popleft()
         self._graphs.stage = "warmup"
         fits = self._prepare(bucket)
@@ -228,8 +229,8 @@ class Warmup:
                     progress.step()
 
     def _width(self, bucket: Bucket) -> tuple[int, int]:
-        """(rows sampled per request, number of requests) of a launch in `bucket`. Launches with equal
-        widths run the same sampling operations."""
+        """(rows sampled per request, number of requests) of a launch in `bucket`. Launches with
+        equal widths run the same sampling operations."""
         if bucket[0] == PREFILL:
             return 1, self._prompt_width or bucket[1]
         return self._runner.decode_width, bucket[1]
@@ -237,8 +238,8 @@ class Warmup:
     def _samplings_by_width(
         self, buckets: list[Bucket]
     ) -> list[tuple[Bucket, tuple[RequestSampling, ...]]]:
-        """(smallest bucket, kinds of sampling) for each width, the widest first. GREEDY is left out:
-        the first run of each bucket uses it."""
+        """(smallest bucket, kinds of sampling) for each width, the widest first. GREEDY is left
+        out: the first run of each bucket uses it."""
         kinds = tuple(one for one in self._runner.warmup_settings if one != GREEDY)
         if not kinds:
             return []
@@ -246,8 +247,8 @@ class Warmup:
         return [(smallest[width], kinds) for width in sorted(smallest, reverse=True)]
 
     def _capture_all(self, buckets: list[Bucket], progress: "_Progress") -> None:
-        """Capture prompts within their share, decodes within their share and the rest of the prompts'
-        share, then the remaining prompts within the memory that decodes left."""
+        """Capture prompts within their share, decodes within their share and the rest of the
+        prompts' share, then the remaining prompts within the memory that decodes left."""
         config = self._config
         orders = {PREFILL: config.prompt_order, DECODE: config.decode_order}
         left: dict[int, list[Bucket]] = {}
@@ -313,8 +314,8 @@ class Warmup:
         return captured, left_out
 
     def _run_graph(self, bucket: Bucket) -> bool:
-        """Replay a new graph once: the first replay is slower. The first decode of a batch size also
-        captures the sampler, within the same budget. False when memory is full."""
+        """Replay a new graph once: the first replay is slower. The first decode of a batch size
+        also captures the sampler, within the same budget. False when memory is full."""
         settings: tuple[RequestSampling, ...] = (GREEDY,)
         if bucket[0] == DECODE and bucket[1] not in self._captured_widths:
             self._captured_widths.add(bucket[1])
@@ -327,8 +328,8 @@ class Warmup:
         return fits
 
     def _fits_budget(self, bucket: Bucket, is_pooled: bool) -> bool:
-        """Whether the budget of the phase holds a graph of `bucket`. With `is_pooled`, a budget that
-        is too small first takes over the rest of the other phase's budget."""
+        """Whether the budget of the phase holds a graph of `bucket`. With `is_pooled`, a budget
+        that is too small first takes over the rest of the other phase's budget."""
         budget = self._budgets[bucket[0]]
         if budget.fits(bucket) or not is_pooled:
             return budget.fits(bucket)
