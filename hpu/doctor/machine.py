@@ -17,7 +17,7 @@ COMMAND_TIMEOUT_S = 10.0
 
 
 class Finding(NamedTuple):
-    """The result of one check: its level, subject, description and remedy."""
+    """Result of a check: its level, subject, description and remedy."""
 
     level: str
     about: str

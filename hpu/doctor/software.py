@@ -127,7 +127,8 @@ def _driver(machine: Machine) -> Finding:
 
 
 def _version_match(machine: Machine) -> list[Finding]:
-    """Whether driver and runtime are of one release, as the vendor's guide requires."""
+    """Findings about different releases of driver and runtime; the vendor's guide requires the same
+    release."""
     if not has_runtime(machine):
         return []
     driver, release = driver_version(machine), runtime_release(machine)

@@ -110,7 +110,7 @@ def split_graphs(graphs: float, prompt_ratio: float) -> tuple[float, float]:
 
 
 class CaptureBudget:
-    """Decides before each capture of one phase whether it fits the remaining memory.
+    """Decides before each capture of a phase whether the graph fits the remaining memory.
 
     A graph is expected to take as many bytes per token as the graphs before it; the first graph
     only needs a budget above zero. The other phase can take over the remaining bytes.

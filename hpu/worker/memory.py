@@ -57,7 +57,7 @@ class KVCacheDemand:
 
     @property
     def context_bytes(self) -> int:
-        """Blocks of one full context, and the pad block."""
+        """Bytes of the blocks of a full context and of the pad block."""
         return (self.context_blocks + 1) * self.block_bytes
 
 

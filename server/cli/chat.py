@@ -82,7 +82,7 @@ def _quiet(loaded: Loaded) -> Any:
 
 
 def unknown_command(text: str) -> str:
-    """What is said to a line that looks like a command and is none of them; empty for a message."""
+    """Error for a line that looks like a command but is unknown; empty for a message."""
     if text in LEAVE or not COMMAND.fullmatch(text):
         return ""
     return f"unknown command {text}; commands: {COMMANDS}"
