@@ -11,8 +11,8 @@ _PORT = re.compile(r"port\s+(\d+)\s*:\s*(\w+)")
 
 
 def group_findings(machine: Machine, cards: tuple[Card, ...], num_cards: int) -> list[Finding]:
-    """Findings about the links and generations of `cards` when `num_cards` work together; empty for a
-    single card."""
+    """Findings about the links and generations of `cards` when `num_cards` work together; empty
+    for a single card."""
     if num_cards == 1 or not cards:
         return []
     return [*_generations(cards), *_links(machine, cards)]

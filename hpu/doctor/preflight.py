@@ -103,7 +103,7 @@ def _card_findings(
 
 
 def _visible(machine: Machine, cards: tuple[Card, ...]) -> tuple[Card, ...]:
-    """Cards that HABANA_VISIBLE_MODULES names; all cards if it is unset."""
+    """Cards that HABANA_VISIBLE_MODULES names; all cards if it is unset or invalid."""
     modules = visible_modules(machine)
     return tuple(card for card in cards if modules is None or card.module in (None, *modules))
 

@@ -127,7 +127,7 @@ def _driver(machine: Machine) -> Finding:
 
 
 def _version_match(machine: Machine) -> list[Finding]:
-    """Findings about different releases of driver and runtime; the vendor's guide requires the same
+    """Findings about different releases of driver and runtime; the vendor requires the same
     release."""
     if not has_runtime(machine):
         return []
