@@ -63,6 +63,11 @@ BODIES: dict[str, tuple[str, Made, int]] = {
     "a template": (
         CHAT,
         lambda: {**HI, "chat_template": "x", "chat_template_kwargs": {"a": many_ids()}},
+        400,
+    ),
+    "a template within the limit": (
+        CHAT,
+        lambda: {**HI, "chat_template": "x", "chat_template_kwargs": {"a": many_ids()[:131_000]}},
         200,
     ),
     "prompt_logprobs": (COMPLETIONS, lambda: {"prompt": LONG, "prompt_logprobs": 20}, 200),

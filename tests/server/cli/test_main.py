@@ -51,7 +51,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["buckets", "show", "--seconds-per-graph", "0"], "must be above 0"),
         (["serve", "--device", "hpu"], "habana_frameworks, the runtime of Gaudi, is not installed"),
         (["bench", "serve", "--num-prompts", "0"], "num-prompts is 0, it must be at least 1"),
-        (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "cannot be measured"),
+        (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "no server answers"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_status_2(
