@@ -24,7 +24,7 @@ TAGS = (WEIGHTS, KV_CACHE)
 
 
 def development_routes(state: AppState) -> APIRouter:
-    """Routes of development, which --enable-dev-endpoints serves."""
+    """Development routes, which --enable-dev-endpoints serves."""
     router = APIRouter(tags=["Development"])
     _add_profile(router, state)
     _add_facts(router, state)

@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         ("three fruits", "Bananas"),
         ("about the sea", "The sea is"),
         ("get_weather", '"city": ?"Oslo"'),
-        ("LLM(", "Water boils at ->  100"),
+        ("LLM(", "The capital of Italy is ->  Rome"),
         ("/metrics", "vllm:num_requests_running"),
     ],
 )
