@@ -42,7 +42,7 @@ class WrongProposer:
     def __init__(self) -> None:
         self._rng = random.Random(1)
 
-    def add_request(self, req_index: int, tokens: Tokens) -> None:
+    def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
         return
 
     def remove_request(self, req_index: int) -> None:

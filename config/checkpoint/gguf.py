@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from config.cache_folder import cache_errors, check_room
+from config.cache_folder import cache_errors, cache_path, check_room
 from config.checkpoint.gguf_config import generation_config, model_config, pooling_files
 from config.checkpoint.gguf_metadata import GgufFile, open_gguf
 from config.checkpoint.gguf_tensors import Entry, model_entries, num_blocks
@@ -53,13 +53,14 @@ def converted(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
     suffix = "-blocks" if keep_blocks else ""
-    target = cache / "converted" / f"{source.stem}-{dtype}{suffix}-{_fingerprint(source, sampling)}"
+    name = f"{source.stem}-{dtype}{suffix}-{_fingerprint(source, sampling)}"
+    target = cache_path(str(cache), "converted") / name
     if target.is_dir():
         return target
     report("convert", 0, 0)
     with ExitStack() as stack:
         stack.enter_context(cache_errors(target.parent, "the converted model"))
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         stack.enter_context(_locked(target.with_name(f"{target.name}.lock")))
         if not target.is_dir():
             partial = target.with_name(f"{target.name}.partial")

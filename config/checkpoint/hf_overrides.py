@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from config.cache_folder import cache_errors
+from config.cache_folder import cache_errors, cache_path
 from config.errors import ConfigError
 from config.json_text import parse_json
 from config.loading.env import cache_home
@@ -62,11 +62,11 @@ def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
         ) from error
     names = sorted(path.name for path in source.iterdir() if path.name != _FILE)
     digest = hashlib.sha256("\0".join((str(source), content, *names)).encode(errors="replace"))
-    target = Path(cache_dir or cache_home()) / "hf-overrides" / digest.hexdigest()[:32]
+    target = cache_path(cache_dir or cache_home(), "hf-overrides") / digest.hexdigest()[:32]
     if target.is_dir():
         return str(target)
     with cache_errors(target.parent, "the overridden config.json"):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with OwnedDirectory(".making-", target.parent) as made:
             fresh = Path(made, "folder")
             fresh.mkdir()

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from config.cache_folder import cache_path
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.execution import ModeChoice, choose_mode, is_vendor_torch
@@ -311,7 +312,7 @@ def hpu_environment(config: EngineConfig) -> dict[str, str]:
         # compilation.
         variables["RUNTIME_SCALE_PATCHING"] = "1"
         variables["FUSER_ENABLE_MULTI_THREADED_INVOCATIONS"] = "1"
-    recipes = os.path.join(config.cache_dir or cache_home(), "hpu-recipes")
+    recipes = str(cache_path(config.cache_dir or cache_home(), "hpu-recipes"))
     if device == "hpu" and "," not in recipes:
         # Path, delete at start, MB: the next process reuses compiled recipes.
         variables["PT_HPU_RECIPE_CACHE_CONFIG"] = f"{recipes},false,{RECIPE_CACHE_MB}"

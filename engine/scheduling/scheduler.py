@@ -449,6 +449,7 @@ class Scheduler:
                 request.request_sampling(),
                 slot,
                 request.images,
+                is_private=bool(request.cache_salt),
             )
         )
         if request.num_preemptions == 0:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from config import log
-from config.cache_folder import HINT
+from config.cache_folder import HINT, foreign_writer
 from config.errors import ConfigError
 from config.loading.env import cache_home
 from config.model.decoder_spec import ClampedSwiGLU
@@ -484,14 +484,17 @@ def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep
     identity = (source, sorted(flags), FLAGS, str(runtime), torch.__version__)
     key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     path = folder / f"decode-{key}.so"
-    if _is_whole(path):
+    reason = foreign_writer(folder)
+    if reason:
+        logger.warning("Kernels: not read from %s and not kept: it %s; %s", folder, reason, HINT)
+    elif _is_whole(path):
         return Library(path, num_threads)
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         logger.info("Kernels: torch's, because there is no C++ compiler (g++ would do)")
         return None
     # Before the compilation, which takes up to a minute.
-    is_kept = _is_writable(folder)
+    is_kept = not reason and _is_writable(folder)
     logger.info(
         "Kernels: compiling with %s, since %s has none yet for this version, this CPU and torch %s",
         *(compiler, folder, torch.__version__),
@@ -516,7 +519,7 @@ def _is_writable(folder: Path) -> bool:
     """Whether `folder`, which is made if it is missing, takes files; if not, a line in the log says
     why."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError as error:

@@ -8,12 +8,14 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import Condition, Thread
 
+from config.cache_folder import foreign_writer
 from config.errors import ConfigError
 from hpu.offload.host_blocks import HostBlocks, Row
 from hpu.protocol import HASH_BYTES, BlocksFetched, FetchBlocks
@@ -220,7 +222,7 @@ class BlockFiles:
         """Read a block's file into `slot`. Returns whether the file belongs to the block and is
         intact. Raises OSError if the file is missing."""
         path, row = self._path(block_hash), self._memory.rows[slot]
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=_regular) as file:
             head = file.read(HEADER_BYTES)
             num_read = _read_fully(file, row)
             is_longer = bool(file.read(1))
@@ -281,8 +283,15 @@ def acquire(folders: Sequence[Path]) -> tuple[int, int]:
 
 def _open_lock(folder: Path) -> int:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for made in (folder.parent, folder):
+            reason = foreign_writer(made)
+            if reason:
+                raise ConfigError(
+                    f"--kv-offloading-dir: {made} {reason}: remove it, or name another folder"
+                )
+        return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise ConfigError(f"--kv-offloading-dir: {folder} cannot be written: {error}") from error
 
@@ -317,7 +326,17 @@ def _digest(block_hash: bytes, row: Row) -> bytes:
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _regular(path: str, flags: int) -> int:
+    """Opener that refuses links and everything but regular files, without waiting for the writer of
+    a FIFO. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    return descriptor
 
 
 def _write_fully(descriptor: int, row: Row) -> None:

@@ -357,7 +357,9 @@ class ModelRunner(StepRunner):
             if self._speculation is not None:
                 self._speculation.add_request(new)
             if self._device_speculation is not None:
-                self._device_speculation.add_request(new.req_index, tokens)
+                self._device_speculation.add_request(
+                    new.req_index, tokens, is_private=new.is_private
+                )
         if self._images is not None:
             self._images.encode(plan)
         if plan.known is not None:

@@ -37,8 +37,9 @@ class Proposer(Protocol):
     """Proposes draft tokens after the known tokens of a request. All ranks propose the same
     drafts."""
 
-    def add_request(self, req_index: int, tokens: Tokens) -> None:
-        """A request starts at `req_index` with `tokens`."""
+    def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
+        """A request starts at `req_index` with `tokens`. `is_private`: its output must not become
+        a source of drafts for other requests."""
         ...
 
     def remove_request(self, req_index: int) -> None:

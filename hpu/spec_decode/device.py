@@ -155,6 +155,8 @@ class DeviceSpeculation:
             backend.zeros((count,), backend.index_dtype)
             for count in (max_model_len, max_model_len, 1, 1)
         ]
+        self._private: set[int] = set()
+        """Requests whose outputs the search does not keep."""
         self._host: list[Tensor] = []
         """Host tensors of pending uploads, until `take_host_tensors`."""
         places = _Places(block_size, pad_block)
@@ -178,8 +180,10 @@ class DeviceSpeculation:
         self.add_request(self._scratch, np.zeros(1, np.uint32))
         self.remove_request(self._scratch)
 
-    def add_request(self, req_index: int, tokens: Tokens) -> None:
-        """Upload the tokens of a request."""
+    def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
+        """Upload the tokens of a request. `is_private`: the search does not keep its output."""
+        if is_private:
+            self._private.add(req_index)
         self._write_request(req_index, tokens)
         _, _, num_tokens, request = self._uploaded
         self._search.add_request(request, num_tokens)
@@ -187,7 +191,9 @@ class DeviceSpeculation:
 
     def remove_request(self, req_index: int) -> None:
         """The request has ended or is preempted."""
-        if not self._search.remembers:
+        is_private = req_index in self._private
+        self._private.discard(req_index)
+        if is_private or not self._search.remembers:
             return
         host = self._backend.host_tensor(1, self._backend.index_dtype)
         host.numpy()[:] = req_index

@@ -93,7 +93,7 @@ class DraftModelProposer:
         """Tag of each block that the drafter has filled: the hash of all tokens up to the end of
         the block."""
 
-    def add_request(self, req_index: int, tokens: Tokens) -> None:
+    def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
         state = self._states[req_index] = _State(int(tokens[0]) if self._reads_hidden else 0)
         # The last token is always computed, for its logits.
         self._find_cached(req_index, state, self._text(tokens)[:-1])

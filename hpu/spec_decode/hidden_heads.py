@@ -34,7 +34,7 @@ class HiddenHeadProposer:
     def __init__(self, launcher: HeadLauncher) -> None:
         self._launcher = launcher
 
-    def add_request(self, req_index: int, tokens: Tokens) -> None:
+    def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
         return
 
     def remove_request(self, req_index: int) -> None:

@@ -19,7 +19,7 @@ class NgramProposer:
         self._longest = longest
         self._shortest = shortest
 
-    def add_request(self, req_index: int, tokens: Tokens) -> None:
+    def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
         return
 
     def remove_request(self, req_index: int) -> None:

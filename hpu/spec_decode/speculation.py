@@ -89,7 +89,8 @@ class Speculation:
     def add_request(self, new: NewRequest) -> None:
         """A request starts, new or after a preemption."""
         self.lengths.add_request(new.req_index)
-        self._proposer.add_request(new.req_index, self._histories.tokens(new.req_index))
+        tokens = self._histories.tokens(new.req_index)
+        self._proposer.add_request(new.req_index, tokens, is_private=new.is_private)
         if new.sampling.masked:
             self._masked.add(new.req_index)
 

@@ -75,14 +75,20 @@ class SuffixProposer:
         self._min_prob = min_token_prob
         self._known: dict[int, tuple[int, Tokens]] = {}
         """Number of prompt tokens and all known tokens, by request."""
+        self._private: set[int] = set()
+        """Requests whose outputs are not kept."""
         self._outputs = Outputs(max_cached_requests)
 
-    def add_request(self, req_index: int, tokens: Tokens) -> None:
+    def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
         self._known[req_index] = len(tokens), tokens
+        if is_private:
+            self._private.add(req_index)
 
     def remove_request(self, req_index: int) -> None:
         num_prompt_tokens, tokens = self._known.pop(req_index)
-        if len(tokens) > num_prompt_tokens:
+        is_kept = req_index not in self._private
+        self._private.discard(req_index)
+        if is_kept and len(tokens) > num_prompt_tokens:
             self._outputs.add(tokens[max(0, num_prompt_tokens - OVERLAP) :])
 
     def propose(

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Encoder
 
-from config.cache_folder import cache_errors, check_room, sync
+from config.cache_folder import cache_errors, cache_path, check_room, sync
 from config.checkpoint.tokenizer_bounds import (
     MAX_TOKENIZER_BYTES,
     TokenizerBounds,
@@ -214,7 +214,7 @@ def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
     for file in files:
         _check_size(file)
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    target = cache_dir / "tokenizers" / digest.hexdigest()[:32]
+    target = cache_path(str(cache_dir), "tokenizers") / digest.hexdigest()[:32]
     if not (target / "tokenizer.json").is_file():
         _convert(folder, target, report)
     return target
@@ -222,7 +222,7 @@ def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
 
 def _convert(folder: Path, target: Path, report: Report) -> None:
     with cache_errors(target.parent, "the converted tokenizer"):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_room(target.parent, CONVERTED_BYTES, "the converted tokenizer")
         _convert_into(folder, target, report)
 

@@ -1,6 +1,7 @@
 """config/cache_folder.py and its users: a folder that is full, read-only or no folder."""
 
 import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_gguf import write_gguf
 
-from config.cache_folder import HINT
+from config.cache_folder import HINT, cache_path
 from config.checkpoint import demo
 from config.checkpoint.demo import FILE_BYTES, FILE_NAME, fetch_demo
 from config.checkpoint.gguf import converted
@@ -125,3 +126,46 @@ def test_a_temporary_folder_that_is_full_is_named(
 
     with pytest.raises(ConfigError, match=r"No space left on device.* set TMPDIR to a folder"):
         OwnedDirectory("gaudiserve-")
+
+
+def test_a_folder_into_which_everybody_may_write_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").chmod(0o777)
+
+    with pytest.raises(ConfigError, match=r"can be written by every user \(mode 777\); name"):
+        cache_path(str(tmp_path), "kernels")
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    _give_away(folder)
+
+    with pytest.raises(ConfigError, match=r"belongs to user 65534, and this server runs as"):
+        cache_path(str(tmp_path), "kernels")
+
+
+def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    link = tmp_path / "kernels"
+    link.symlink_to(tmp_path / "own")
+    _give_away(link)
+
+    with pytest.raises(ConfigError, match="is a link of user 65534"):
+        cache_path(str(tmp_path), "kernels")
+
+
+def test_a_missing_folder_and_a_folder_of_a_group_are_taken(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o2775)
+
+    assert cache_path(str(tmp_path), "shared") == shared
+    assert cache_path(str(tmp_path), "missing") == tmp_path / "missing"
+
+
+def _give_away(path: Path) -> None:
+    try:
+        os.chown(path, 65534, -1, follow_symlinks=False)
+    except PermissionError:
+        pytest.skip("only root can give a folder to another user")

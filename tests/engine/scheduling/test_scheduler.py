@@ -125,6 +125,17 @@ def test_fcfs_ignores_priority() -> None:
     assert [bytes(plan.new_requests[0].tokens)[0] for plan in rig.plans] == [1, 2]
 
 
+def test_the_output_of_a_request_with_a_salt_is_private() -> None:
+    rig = CoreRig(depth=1)
+    rig.add(0, [1], max_tokens=1, salt="mine")
+    rig.add(1, [2], max_tokens=1)
+
+    rig.run()
+
+    new = {bytes(new.tokens)[0]: new for plan in rig.plans for new in plan.new_requests}
+    assert new[1].is_private and not new[2].is_private
+
+
 def test_blocks_are_allocated_only_as_they_are_needed() -> None:
     rig = CoreRig(budget=8, depth=1)
     rig.add(0, list(range(20)), max_tokens=6, ignore_eos=True)

@@ -111,6 +111,19 @@ def test_a_folder_that_cannot_be_written_costs_the_cache_alone(
     assert "cannot be written" in line and "--cache-dir" in line
 
 
+def test_kernels_in_a_folder_that_every_user_may_write_are_not_loaded(
+    tmp_path: Path, num_compiled: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "kernels"
+    opened(folder)
+    folder.chmod(0o777)
+
+    library = opened(folder)
+
+    assert len(num_compiled) == 2 and library.path == num_compiled[1]
+    assert "it can be written by every user (mode 777); name another folder" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("script", "limit_s", "reason"),
     [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from config.errors import ConfigError
 from hpu.offload import block_files
 from hpu.offload.block_files import HEADER_BYTES, BlockFiles, acquire, remove_others
 from hpu.offload.host_blocks import HostBlocks, Row
@@ -202,3 +203,44 @@ def test_each_engine_takes_a_folder_that_is_free(tmp_path: Path, pool: Row) -> N
     assert (first[0], second[0], again[0]) == (0, 1, 0)
     os.close(second[1])
     os.close(again[1])
+
+
+def test_a_folder_into_which_everybody_may_write_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "kv-0" / "0-rank-0"
+    folder.mkdir(parents=True)
+    folder.parent.chmod(0o777)
+
+    with pytest.raises(ConfigError, match="can be written by every user"):
+        acquire([folder])
+
+
+@pytest.mark.parametrize("is_fifo", [True, False], ids=["fifo", "link"])
+def test_a_file_that_is_no_regular_file_is_a_missing_block(
+    files: BlockFiles, tmp_path: Path, is_fifo: bool
+) -> None:
+    files.write(NAMES[:1], [3])
+    files.flush(10)
+    (path,) = (tmp_path / "kv").glob("*/*.kv")
+    if is_fifo:
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        path.replace(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+
+    answer = read(files, NAMES[:1], [0])
+
+    assert answer.missing == [0]
+
+
+def test_an_unfinished_file_that_is_a_link_is_not_followed(
+    files: BlockFiles, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"kept")
+    (tmp_path / "kv" / f"{NAMES[0].hex()}.tmp").symlink_to(target)
+
+    files.write(NAMES[:1], [3])
+    files.flush(10)
+
+    assert target.read_bytes() == b"kept"

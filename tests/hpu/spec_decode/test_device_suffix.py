@@ -10,6 +10,8 @@ import torch
 from config.params.speculation import SpeculationMethod, SuffixLimits
 from hpu.backends.cpu import CpuBackend
 from hpu.sampling.draft_rows import NO_TOKEN
+from hpu.spec_decode.acceptance_counts import AcceptanceCounts
+from hpu.spec_decode.device import DeviceSpeculation
 from hpu.spec_decode.device_suffix import SuffixSearch
 from hpu.spec_decode.suffix import SuffixProposer
 
@@ -114,3 +116,29 @@ def test_drafts_that_were_promised_stay_until_the_request_has_more_tokens() -> N
 
     assert promised == kept == [7, 8, 5, 6]
     assert later == [9]
+
+
+@pytest.mark.parametrize("is_private", [True, False])
+def test_outputs_of_private_requests_are_not_kept(is_private: bool) -> None:
+    method = SpeculationMethod("suffix", DRAFTS, suffix=LIMITS["usual"])
+    backend = CpuBackend()
+    search = SuffixSearch(method, backend, max_num_reqs=REQUESTS, max_model_len=LENGTH)
+    speculation = DeviceSpeculation(
+        method,
+        backend,
+        AcceptanceCounts(lambda name, value: None),
+        max_num_reqs=REQUESTS,
+        max_model_len=LENGTH,
+        block_size=4,
+        pad_block=0,
+        search=search,
+    )
+
+    writers = search.tensors[1]
+    before = writers[:-1].clone()
+
+    speculation.add_request(0, np.array([1, 2], np.uint32), is_private=is_private)
+    speculation.append(torch.tensor([0]), torch.tensor([3]))
+    speculation.remove_request(0)
+
+    assert torch.equal(writers[:-1], before) is is_private

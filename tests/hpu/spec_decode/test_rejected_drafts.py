@@ -28,7 +28,7 @@ class HalfWrong:
         """Each with all tokens before it."""
         self.drafts = True
 
-    def add_request(self, req_index: int, tokens: Tokens) -> None:
+    def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
         return
 
     def remove_request(self, req_index: int) -> None:

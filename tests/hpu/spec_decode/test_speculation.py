@@ -43,7 +43,7 @@ class Chains:
 class FixedProposer:
     """The same drafts behind each history, some likely and some not."""
 
-    def add_request(self, req_index: int, tokens: Tokens) -> None:
+    def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
         return
 
     def remove_request(self, req_index: int) -> None:

@@ -49,6 +49,22 @@ def test_new_tokens_are_indexed() -> None:
     assert draft(proposer, tokens(1, 2, 7, 1, 2)) == [7, 1]
 
 
+def test_outputs_of_private_requests_are_no_drafts_for_others() -> None:
+    proposer = make()
+    proposer.add_request(0, tokens(10), is_private=True)
+    draft(proposer, tokens(10, 11, 12))
+    proposer.remove_request(0)
+    proposer.add_request(0, tokens(20))
+    draft(proposer, tokens(20, 21, 22))
+    proposer.remove_request(0)
+
+    proposer.add_request(0, tokens(5, 10))
+    proposer.add_request(1, tokens(5, 20))
+
+    assert draft(proposer, tokens(5, 10)) == []
+    assert draft(proposer, tokens(5, 20), index=1)[:1] == [21]
+
+
 def test_outputs_of_earlier_requests_are_drafted_and_the_oldest_are_dropped() -> None:
     proposer = make(max_cached=1)
     for first in (10, 20):
