@@ -30,6 +30,7 @@ DEFAULT_CONCURRENCY = 256
 RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 BUSY = 503
+MODELS_PATH = "/v1/models"
 
 
 def batch_parser() -> Parser:
@@ -93,12 +94,12 @@ async def _run(
     try:
         if server is not None:
             await server.wait_ready(client)
+        else:
+            # A wrong key or URL would be the answer to every line, in the output for good.
+            await client.call("GET", MODELS_PATH)
         await _answer_all(client, chain([first], lines), output, arguments.max_concurrent_requests)
-    except (OSError, HttpFailure) as error:
-        raise EngineDied(
-            f"the server does not answer any more ({error}); the same command goes on where this "
-            "one ended"
-        ) from error
+    except HttpFailure as error:
+        raise EngineDied(f"{error}; the same command goes on where this one ended") from error
     finally:
         await client.close()
         if server is not None:

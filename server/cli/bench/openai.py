@@ -80,7 +80,7 @@ class OpenAIServer:
             await asyncio.wait_for(self._read(request, outcome), timeout_s)
         except asyncio.TimeoutError:  # not the builtin before Python 3.11
             outcome.failure = f"no end after {timeout_s:g} s"
-        except (OSError, EOFError, HttpFailure, msgspec.DecodeError) as error:
+        except (EOFError, HttpFailure, msgspec.DecodeError) as error:
             outcome.failure = f"{type(error).__name__}: {error}"
         outcome.ended = time.perf_counter()
         if outcome.failure is None and not outcome.arrivals:

@@ -177,4 +177,7 @@ def test_a_model_that_is_not_there_is_one_line_and_status_2() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     assert done.returncode == 1
-    assert done.stderr == "gaudiserve: no such file or folder: /no/such/model.gguf\n"
+    said = (
+        "gaudiserve: no such file or folder: /no/such/model.gguf; in a container, mount it by -v\n"
+    )
+    assert done.stderr == said
