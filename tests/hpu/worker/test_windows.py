@@ -40,7 +40,7 @@ def test_the_cache_of_a_window_is_as_large_as_the_window(
         rig.worker.wake_up(lambda progress: None)
         assert greedy(rig) == expected
 
-    assert "GiB for the windows of 8 requests" in caplog.text
+    assert "iB for the windows of 8 requests" in caplog.text
 
 
 def test_an_index_is_used_again_while_the_last_decode_is_in_flight(folder: Path) -> None:
