@@ -22,7 +22,8 @@ CONNECT_TIMEOUT_S = 30.0
 MAX_IDLE = 1024
 MAX_LINE_BYTES = 2**20
 UNIX = "unix:"
-UNAUTHORIZED = 401
+UNAUTHORIZED, NOT_FOUND = 401, 404
+MODELS_PATH = "/v1/models"
 
 
 class HttpFailure(Exception):
@@ -115,9 +116,11 @@ class HttpClient:
 
     def refusal(self, status: int, path: str, content: bytes) -> HttpFailure:
         """The error for a response with a status other than 200."""
-        text = _message_of(content) or "no reason is given"
+        text = (_message_of(content) or "no reason is given").rstrip(".")
         if status == UNAUTHORIZED:
-            text = f"{text.rstrip('.')}; give the key of the server by --api-key"
+            text += "; give the key of the server by --api-key"
+        elif status == NOT_FOUND and path == MODELS_PATH:
+            text += "; correct the URL"
         return HttpFailure(f"{self._url} answered {path} with {status}: {text}")
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:

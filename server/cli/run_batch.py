@@ -16,7 +16,7 @@ from config.errors import EngineDied
 from config.loading.parser import Parser, command_parser, number
 from config.loading.sources import Loaded, load
 from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, read_lines
-from server.cli.http_client import Answer, HttpClient, HttpFailure
+from server.cli.http_client import MODELS_PATH, Answer, HttpClient, HttpFailure
 from server.cli.main import log_spellings
 from server.cli.private_server import PrivateServer
 
@@ -30,7 +30,6 @@ DEFAULT_CONCURRENCY = 256
 RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 BUSY = 503
-MODELS_PATH = "/v1/models"
 
 
 def batch_parser() -> Parser:

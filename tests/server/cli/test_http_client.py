@@ -102,6 +102,17 @@ async def test_a_wrong_key_names_the_flag() -> None:
     )
 
 
+async def test_a_path_that_is_not_there_is_a_wrong_url() -> None:
+    body = b'{"error": {"message": "There is no route /x/v1/models."}}'
+    async with listening(refusal(404, body)) as address:
+        said = await failure(f"http://{address}/x")
+
+    assert said == (
+        f"http://{address}/x answered /v1/models with 404: There is no route /x/v1/models; correct "
+        "the URL"
+    )
+
+
 async def test_a_page_in_place_of_json_is_a_wrong_url() -> None:
     async with listening(refusal(200, b"<html>")) as address:
         said = await failure(f"http://{address}")
