@@ -31,10 +31,6 @@ class HttpFailure(Exception):
     message is a sentence for the user, with the server's address."""
 
 
-class Unreachable(HttpFailure):
-    """No connection to the server."""
-
-
 @dataclass(slots=True)
 class _Connection:
     reader: asyncio.StreamReader
@@ -193,7 +189,8 @@ class HttpClient:
             return connection, await self._exchange(connection, request)
         except (OSError, EOFError):
             connection.writer.close()
-            hint = "" if self._tls else "; if it speaks TLS, its URL begins with https://"
+            is_plain = self._tls is None and self._socket_path is None
+            hint = "; if it speaks TLS, its URL begins with https://" if is_plain else ""
             raise HttpFailure(
                 f"{self._url} closed the connection without an answer{hint}"
             ) from None
@@ -211,7 +208,7 @@ class HttpClient:
         try:
             return _Connection(*await asyncio.wait_for(opened, CONNECT_TIMEOUT_S))
         except (OSError, asyncio.TimeoutError) as error:
-            raise Unreachable(connection_problem(self._url, self._host, error)) from None
+            raise HttpFailure(connection_problem(self._url, self._host, error)) from None
 
     async def _exchange(self, connection: _Connection, request: bytes) -> _ResponseHead:
         connection.writer.write(request)
