@@ -10,7 +10,7 @@ from pathlib import Path
 
 from config.errors import ConfigError, bytes_text
 
-HINT = "name another folder by --cache-dir or XDG_CACHE_HOME"
+HINT = "name another folder by --cache-dir or XDG_CACHE_HOME, in a container a mounted volume"
 
 
 def cache_path(cache_home: str, name: str) -> Path:

@@ -206,7 +206,8 @@ class ServerConfig:
     )
     served_model_names: tuple[str, ...] = setting(
         (),
-        "Names of the model in the API, of which answers have the first; none: the model's own",
+        "Names of the model in the API, of which answers have the first; none: the model as it was "
+        "given, and for a path its last part too",
         group="Text",
         name="served-model-name",
         aliases=("served-model-names",),

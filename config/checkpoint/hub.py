@@ -122,7 +122,8 @@ def _reason(error: Exception, model: str, revision: str | None, folder: str | No
     if isinstance(cause, OSError) and cause.errno in _DISK_ERRORS:
         return (
             f"{model!r} cannot be written to {folder or constants.HF_HUB_CACHE} "
-            f"({cause.strerror}); name another folder by --download-dir or HF_HOME"
+            f"({cause.strerror}); name another folder by --download-dir or HF_HOME, in a "
+            "container a mounted volume"
         )
     if isinstance(cause, OfflineModeIsEnabled):
         return (

@@ -109,7 +109,8 @@ def _folder(
 def no_such_model(model: str) -> ConfigError:
     """The error for a name that is neither a local path nor a hub id."""
     if model.startswith((".", "/", "~")) or model.lower().endswith(".gguf"):
-        return ConfigError(f"no such file or folder: {model}")
+        mount = "; in a container, mount it by -v" if model.startswith("/") else ""
+        return ConfigError(f"no such file or folder: {model}{mount}")
     return ConfigError(
         f"no such file or folder: {model}; a model of the Hugging Face hub is named like org/name, "
         f"the demo model {NAMES[0]!r}"

@@ -42,6 +42,29 @@ class Parser(argparse.ArgumentParser):
         """The text of `--help-all`."""
         return self._help_of(lambda group: True)
 
+    def format_help_about(self, word: str) -> str:
+        """The text of `--help=WORD`: flags of groups whose title has `word`, and flags whose name
+        has it. Raises ConfigError if there are none."""
+        formatter, wanted = self._get_formatter(), word.lower().replace("_", "-").lstrip("-")
+        num_found = 0
+        for group in self._action_groups:
+            is_whole = wanted in (group.title or "").lower()
+            found = [
+                action
+                for action in group._group_actions
+                if action.help != argparse.SUPPRESS
+                and (is_whole or any(wanted in name for name in action.option_strings))
+            ]
+            if found:
+                num_found += len(found)
+                formatter.start_section(group.title)
+                formatter.add_arguments(found)
+                formatter.end_section()
+        if not num_found:
+            titles = ", ".join(str(group.title) for group in self._action_groups)
+            raise ConfigError(f"no flag of {self.prog} has {word!r} in its name; groups: {titles}")
+        return formatter.format_help()
+
     def _help_of(self, is_shown: Callable[[argparse._ArgumentGroup], bool]) -> str:
         groups = self._action_groups
         ordered = sorted(groups, key=lambda group: group in self.server_groups)
@@ -64,6 +87,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """(arguments, problems with the other words). `notes` of the arguments says how vLLM's
         spellings were understood."""
+        for word in argv:
+            if word.startswith("--help="):
+                sys.stdout.write(self.format_help_about(word.partition("=")[2]))
+                self.exit()
         words, problems = [], []
         spelled = self.spell(argv, self._option_string_actions)
         for word in spelled.words:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from config.engine import EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from config.execution import ModeChoice, choose_mode
 from config.version import VERSION
 from hpu.doctor.cards import Card
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.preflight import Preflight, has_sign_of_gaudi, preflight
 from hpu.doctor.software import RUNTIME, has_runtime, has_vendor_torch
-from hpu.gaudi_devices import GIB
 from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
 
 PACKAGES = (
@@ -162,7 +161,7 @@ def _host(machine: Machine) -> tuple[Finding, ...]:
         )
     return (
         Finding(OK, "cores", f"{usable_cores(machine.root)} cores may be used"),
-        Finding(OK, "memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB of memory are free"),
+        Finding(OK, "memory", f"{bytes_text(free)} of {bytes_text(total)} of memory are free"),
         Finding(OK, "bfloat16", bfloat16),
     )
 
@@ -182,7 +181,7 @@ def _cache(folder: str) -> Finding:
             WARN, "cache folder", f"{folder} cannot be written to", "name another by --cache-dir"
         )
     free = shutil.disk_usage(existing).free
-    return Finding(OK, "cache folder", f"{folder}, {free / GIB:.1f} GiB left on its disk")
+    return Finding(OK, "cache folder", f"{folder}, {bytes_text(free)} left on its disk")
 
 
 def as_text(diagnosis: Diagnosis) -> str:

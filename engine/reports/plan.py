@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from config.engine import EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from config.model.architectures import is_native
 from config.model.kv_cache_dtype import ON_GAUDI, kv_width
 from config.model.model_config import ModelConfig
@@ -164,8 +164,8 @@ def _graph_notes(card: CardPlan, count: int) -> list[str]:
     if wanted < 1:
         remedy = f"--graph-reserved-mem {wanted:g}, or {remedy}"
     return [
-        f"{count} graphs {certainty} all fit into {card.parts.graphs / GIB:.2f} GiB: they take "
-        f"{least / GIB:.2f} to {most / GIB:.2f} GiB; {remedy}"
+        f"{count} graphs {certainty} all fit into {bytes_text(card.parts.graphs)}: they take "
+        f"{bytes_text(least)} to {bytes_text(most)}; {remedy}"
     ]
 
 
@@ -221,7 +221,7 @@ def _memory(plan: Plan) -> list[str]:
     kv = (card.num_blocks + 1) * card.block_bytes if is_fixed else card.parts.kv
     blocks = (
         f"{card.num_blocks} blocks of {demand.block_size} tokens, "
-        f"{card.block_bytes / 2**20:.2f} MiB each{', as set' if is_fixed else ''}"
+        f"{bytes_text(card.block_bytes)} each{', as set' if is_fixed else ''}"
     )
     states = [("states", card.state_bytes, f"of {demand.max_num_seqs} sequences")]
     rings = [("windows", card.ring_bytes, f"of {demand.max_num_seqs} sequences")]
@@ -288,10 +288,10 @@ def _buckets(plan: Plan, table: BucketTable) -> list[str]:
     lines = [f"buckets, {plan.strategy}: {prompts} for prompts, {decodes} for decodes"]
     if not plan.captures:
         return [*lines, "warm-up: no graphs are captured, eager is enforced"]
-    least, most = (count * size / GIB for size in GRAPH_BYTES)
+    least, most = (count * size for size in GRAPH_BYTES)
     lines.append(
         f"warm-up: {count} graphs, about {count * seconds / 60:.1f} minutes at {seconds:g} s each, "
-        f"{least:.2f} to {most:.2f} GiB"
+        f"{bytes_text(least)} to {bytes_text(most)}"
     )
     return lines
 
@@ -312,7 +312,7 @@ def _shortage(card: CardPlan) -> str:
         ]
         what = ["weights", "activations", *(name for name, size in more if size)]
         names = f"{', '.join(what[:-1])} and {what[-1]}"
-        return f"{names} take {needed / GIB:.2f} GiB, a card has {card.card_bytes / GIB:.2f}"
+        return f"{names} take {bytes_text(needed)}, a card has {bytes_text(card.card_bytes)}"
     if card.num_blocks < card.context_blocks:
         return (
             f"a full context of {card.demand.max_model_len} tokens takes {card.context_blocks} "
@@ -320,8 +320,8 @@ def _shortage(card: CardPlan) -> str:
         )
     needed = (card.num_blocks + 1) * card.block_bytes
     return (
-        f"{card.num_blocks} blocks take {needed / GIB:.2f} GiB, "
-        f"{card.free_bytes / GIB:.2f} GiB are free"
+        f"{card.num_blocks} blocks take {bytes_text(needed)}, "
+        f"{bytes_text(card.free_bytes)} are free"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from config.errors import bytes_text
 from config.lora.info import LoRAInfo
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
@@ -289,9 +290,9 @@ class Progress(msgspec.Struct, array_like=True, gc=False, tag=7):
 
     @property
     def counts(self) -> str:
-        """`12 of 97`; for weights, which are counted in bytes, `1.25 of 16.06 GB`."""
+        """`12 of 97`; for weights, which are counted in bytes, `1.25 GiB of 16.06 GiB`."""
         if self.stage == LOAD:
-            return f"{self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB"
+            return f"{bytes_text(self.done)} of {bytes_text(self.total)}"
         return f"{self.done} of {self.total}"
 
     @property

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from hpu.backends.base import Backend, FusibleModel
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
-from hpu.gaudi_devices import GIB
 from hpu.ops.cuda import CudaKernels
 from hpu.quantization.base import ModelPatcher
 
@@ -111,11 +110,11 @@ class CudaBackend(Backend):
         self._pool = torch.cuda.graph_pool_handle()
         free, total = torch.cuda.mem_get_info(self.device)
         logger.info(
-            "CUDA: %s, compute capability %d.%d, %.1f of %.1f GiB free",
+            "CUDA: %s, compute capability %d.%d, %s of %s free",
             torch.cuda.get_device_name(self.device),
             *capability,
-            free / GIB,
-            total / GIB,
+            bytes_text(free),
+            bytes_text(total),
         )
 
     def memory(self) -> tuple[int, int]:

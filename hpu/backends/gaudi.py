@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from config.execution import EAGER, HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
 from config.model.kv_cache_dtype import AUTO, ON_GAUDI
 from config.model.model_config import ModelConfig
@@ -26,7 +26,7 @@ from hpu.backends.gaudi_group import GaudiGroup
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 from hpu.doctor.machine import distribution_version
 from hpu.doctor.software import RUNTIME_DISTRIBUTION
-from hpu.gaudi_devices import GENERATIONS, GIB, has_kernel, release_of
+from hpu.gaudi_devices import GENERATIONS, has_kernel, release_of
 from hpu.layers.embedding import ParallelLMHead
 from hpu.ops.kernels import Kernels, SliceSizes
 from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
@@ -243,10 +243,10 @@ class GaudiBackend(Backend):
                 logger.warning("the runtime has no metric %s: it is reported as 0", name)
         self.card = str(self._hpu.get_device_name())
         logger.info(
-            "HPU %s: mode %s, %.1f GiB",
+            "HPU %s: mode %s, %s",
             self.card,
             choice.mode,
-            self.memory()[1] / GIB,
+            bytes_text(self.memory()[1]),
         )
 
     def _check_mode(self, choice: ModeChoice) -> None:

@@ -1,5 +1,6 @@
 """Checks of the runtime's environment variables and of the host's memory. Sets nothing."""
 
+from config.errors import bytes_text
 from hpu.doctor.cards import Card
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.software import has_vendor_torch
@@ -50,7 +51,7 @@ def host_findings(machine: Machine, num_cards: int) -> list[Finding]:
             Finding(
                 WARN,
                 "host memory",
-                f"{free / GIB:.0f} GiB of host memory are free, published deployments give "
+                f"{bytes_text(free)} of host memory are free, published deployments give "
                 f"{wanted / GIB:.0f} GiB to {_cards(num_cards)}",
                 "loading and compiling may run out of it; a small model needs less",
             )
@@ -68,7 +69,7 @@ def host_findings(machine: Machine, num_cards: int) -> list[Finding]:
                 f"{-(-wanted_mib // 2)}, or hugepages-2Mi in Kubernetes",
             )
         )
-    return findings or [Finding(OK, "host memory", f"{free / GIB:.0f} GiB are free")]
+    return findings or [Finding(OK, "host memory", f"{bytes_text(free)} are free")]
 
 
 def _modules(machine: Machine, cards: tuple[Card, ...], num_cards: int) -> list[Finding]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from config.lora.adapter import LoadedAdapter, load_adapter
 from config.lora.adapter_folder import AdapterFolder
 from config.lora.base_modules import BaseModules
@@ -39,7 +39,6 @@ from hpu.protocol import AdapterLoaded, LoadAdapter
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 
 Forward = Callable[[Tensor, AttentionInputs], Tensor]
 
@@ -113,11 +112,11 @@ class LoRAManager:
         """Host tensors that copies may still read, with the event after which they are no longer
         read."""
         logger.info(
-            "LoRA: %d slots of rank %d in %d layers, %.3f GiB%s",
+            "LoRA: %d slots of rank %d in %d layers, %s%s",
             config.max_loras,
             config.max_lora_rank,
             len(self.slots),
-            self.num_bytes / GIB,
+            bytes_text(self.num_bytes),
             f", with {', '.join(self.extra_targets)}" if self.extra_targets else "",
         )
 

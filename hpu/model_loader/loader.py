@@ -18,7 +18,7 @@ from config.checkpoint.safetensors_files import StoredTensor, read_header, weigh
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.shard import Interval, Shard, shard_of
 from config.checkpoint.weight_maps.text_part import OUTSIDE
-from config.errors import CheckpointError
+from config.errors import CheckpointError, bytes_text
 from config.model.quantization.base import Role
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.model_loader.bitsandbytes import decode_flat
@@ -53,7 +53,6 @@ QUANTIZED_DTYPES = {
 """Dtypes of the tensors of quantized weights, by their safetensors names."""
 MAX_NAMES_IN_ERROR = 5
 MIN_MAPPED_BYTES = 2**20
-GIB = 2**30
 
 Progress = Callable[[int, int], None]
 """Called once per tensor with the loaded bytes and the total bytes."""
@@ -126,7 +125,7 @@ def load_weights(
                 on_progress(loaded, total)
     if at.size > 1 or at.expert_size > 1:
         logger.info(
-            "Weights: rank %d of %d read %.2f GiB", group.rank, group.size, reader.num_bytes / GIB
+            "Weights: rank %d of %d read %s", group.rank, group.size, bytes_text(reader.num_bytes)
         )
     return reader.num_bytes
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from config.params.offload import OffloadConfig
 from hpu.gaudi_devices import GIB
 
@@ -28,7 +28,7 @@ def host_layers(config: OffloadConfig, layer_bytes: Sequence[int]) -> tuple[int,
     if count < MIN_HOST_LAYERS:
         raise ConfigError(
             f"--cpu-offload-gb is {config.cpu_offload_gb:g} and a layer of the model takes "
-            f"{largest / GIB:.3g} GiB, of {num_layers} layers: it must hold at least "
+            f"{bytes_text(largest)}, of {num_layers} layers: it must hold at least "
             f"{MIN_HOST_LAYERS} layers, since the weights of {NUM_SLOTS} are on the device at a "
             "time"
         )

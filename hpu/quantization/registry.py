@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from config.checkpoint.weight_maps.shard import Shard
 from config.engine import EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from config.model.model_config import BLOCKS, ModelConfig
 from config.model.quantization.inc import INC, read_quant_config
 from config.startup_checks import chosen_quantization
@@ -157,9 +157,9 @@ def process_weights(model: nn.Module, quantization: str | None) -> int:
                 num_unquantized += 1
     if quantization is not None:
         logger.info(
-            "Quantization: %s, %.3f GiB, in %.1f s%s",
+            "Quantization: %s, %s, in %.1f s%s",
             quantization,
-            (num_bytes + num_kept) / 2**30,
+            bytes_text(num_bytes + num_kept),
             time.perf_counter() - start,
             f"; {num_unquantized} layers stay in the model's data type" if num_unquantized else "",
         )

@@ -2,9 +2,9 @@
 
 import logging
 
+from config.errors import bytes_text
 from config.execution import WarmupConfig
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.gaudi_devices import GIB
 from hpu.protocol import DECODE, PREFILL, Bucket
 from hpu.runner.counters import phase_name
 
@@ -49,26 +49,26 @@ def log_step(bucket: Bucket, number: int, total: int, free_bytes: int, *, graph:
     """Log a warmed-up bucket and the free memory after it."""
     phase, batch, query, blocks = bucket
     logger.info(
-        "Warm-up, %s%s %d/%d: batch %d, %s; %.2f GiB free",
+        "Warm-up, %s%s %d/%d: batch %d, %s; %s free",
         "graph of " if graph else "",
         _phase_word(phase),
         number,
         total,
         batch,
         f"query {query}, {blocks} context blocks" if phase == PREFILL else f"{blocks} blocks",
-        free_bytes / GIB,
+        bytes_text(free_bytes),
     )
 
 
 def log_graphs(phase: int, captured: list[Bucket], total: int, taken: int, seconds: float) -> None:
     """Log the captured buckets of a phase."""
     logger.info(
-        "Captured %d of %d %s buckets in %.1f s, %.3f GiB: %s",
+        "Captured %d of %d %s buckets in %.1f s, %s: %s",
         len(captured),
         total,
         _phase_word(phase),
         seconds,
-        taken / GIB,
+        bytes_text(taken),
         [bucket[1:] for bucket in captured],
     )
 

@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from config.execution import WarmupConfig
 from config.traffic import read_traffic
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.distributed.agreement import ALONE, Agreement
-from hpu.gaudi_devices import GIB
 from hpu.profiling.diagnostics import Diagnostics
 from hpu.protocol import DECODE, PREFILL, Bucket, RequestSampling, WarmupProgress
 from hpu.runner.graph_cache import GraphCache
@@ -165,12 +164,12 @@ class Warmup:
         if num_graphs:
             self._capture_all(usable, progress)
         progress.finish()
-        taken = (free - self._backend.memory()[0]) / GIB
+        taken = free - self._backend.memory()[0]
         logger.info(
-            "Warm-up: %d buckets in %.1f s, %.3f GiB of memory",
+            "Warm-up: %d buckets in %.1f s, %s of memory",
             len(usable),
             time.perf_counter() - start,
-            max(0.0, taken),
+            bytes_text(max(0, taken)),
         )
         return usable if buckets else []
 

@@ -16,7 +16,6 @@ from config.checkpoint.safetensors_files import weight_files
 from config.engine import DUMMY
 from config.errors import ConfigError, bytes_text
 from config.version import VERSION
-from hpu.gaudi_devices import GIB
 from hpu.host import usable_memory
 from hpu.layers.attention import PagedAttention
 from hpu.offload.block_copies import (
@@ -98,9 +97,9 @@ class BlockOffload:
             )
         self._synchronize = backend.synchronize
         logger.info(
-            "KV offload: %d blocks in %.2f GiB of host memory%s",
+            "KV offload: %d blocks in %s of host memory%s",
             self._num_slots,
-            needed / GIB,
+            bytes_text(needed),
             "" if self._files is None else f", {self._max_files} in {config.kv_offloading_dir}",
         )
 

@@ -9,13 +9,12 @@ from typing import Any
 
 from config.checkpoint.draft import check_target
 from config.engine import CacheConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from config.execution import WarmupConfig
 from config.model.multimodal.vision import cross_cache_tiles, encoder_cache_rows
 from config.model.window_cache import CacheSizes, rings_hold_more
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
-from hpu.gaudi_devices import GIB
 from hpu.model_loader.size_estimate import (
     activation_bytes,
     cross_activation_bytes,
@@ -571,22 +570,22 @@ def _split(
     if loaded.num_rings:
         saved = (split.num_blocks + 1) * (sizes.block - sizes.full_block) - sizes.rings
         logger.info(
-            "Window caches: %.2f GiB for the windows of %d requests, %.2f GiB less than with the "
+            "Window caches: %s for the windows of %d requests, %s less than with the "
             "whole context in all layers",
-            sizes.rings / GIB,
+            bytes_text(sizes.rings),
             demand.max_num_seqs,
-            saved / GIB,
+            bytes_text(saved),
         )
     if num_request_tiles(loaded):
         logger.info(
-            "Images: %.2f GiB for the keys and values of %d tiles",
-            (num_cache_rows(loaded) + 1) * _image_row_bytes(loaded) / GIB,
+            "Images: %s for the keys and values of %d tiles",
+            bytes_text((num_cache_rows(loaded) + 1) * _image_row_bytes(loaded)),
             num_cache_rows(loaded),
         )
     if loaded.has_states:
         logger.info(
-            "States: %.2f GiB for %d requests",
-            _state_bytes(loaded) / GIB,
+            "States: %s for %d requests",
+            bytes_text(_state_bytes(loaded)),
             demand.max_num_seqs,
         )
     return split
@@ -644,24 +643,24 @@ def _log_memory(
 ) -> None:
     """Log the memory split of a device with its own memory."""
     logger.info(
-        "Memory: %.2f GiB free after loading, less %.2f GiB for the largest launch (%s); %.2f GiB "
+        "Memory: %s free after loading, less %s for the largest launch (%s); %s "
         "of the rest usable (gpu-memory-utilization %g)",
-        memory.free / GIB,
-        memory.reserve / GIB,
+        bytes_text(memory.free),
+        bytes_text(memory.reserve),
         "measured" if memory.is_measured else "estimated",
-        split.usable_bytes / GIB,
+        bytes_text(split.usable_bytes),
         cache.gpu_memory_utilization,
     )
     if split.graph_bytes:
-        prompt, decode = split_graphs(split.graph_bytes / GIB, warmup.graph_prompt_ratio)
+        prompt, decode = split_graphs(split.graph_bytes, warmup.graph_prompt_ratio)
         logger.info(
-            "Graphs: %.2f GiB reserved (graph-reserved-mem %g), %.2f GiB for prompts "
-            "(graph-prompt-ratio %g) and %.2f GiB for decodes",
-            split.graph_bytes / GIB,
+            "Graphs: %s reserved (graph-reserved-mem %g), %s for prompts "
+            "(graph-prompt-ratio %g) and %s for decodes",
+            bytes_text(split.graph_bytes),
             warmup.graph_memory_fraction,
-            prompt,
+            bytes_text(prompt),
             warmup.graph_prompt_ratio,
-            decode,
+            bytes_text(decode),
         )
 
 
@@ -670,12 +669,12 @@ def _log_cache(
 ) -> None:
     """Log size and capacity of the KV cache."""
     logger.info(
-        "KV cache: %d blocks of %d tokens%s%s, %.2f GiB: %.1f sequences of %d tokens at once",
+        "KV cache: %d blocks of %d tokens%s%s, %s: %.1f sequences of %d tokens at once",
         split.num_blocks,
         demand.block_size,
         "" if format is None else f" in {format.name}",
         "" if cache.num_blocks is None else " as configured",
-        (split.num_blocks + 1) * demand.block_bytes / GIB,
+        bytes_text((split.num_blocks + 1) * demand.block_bytes),
         split.num_blocks / demand.context_blocks,
         demand.max_model_len,
     )

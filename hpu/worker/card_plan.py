@@ -16,7 +16,7 @@ from config.model.split import check_split, check_stages
 from config.model.window_cache import rings_hold_more
 from config.parallel import WHOLE, Stage
 from config.params.offload import OffloadConfig
-from hpu.gaudi_devices import GENERATIONS, GIB, generation
+from hpu.gaudi_devices import GENERATIONS, generation
 from hpu.lora.slot_sizes import adapter_slot_bytes
 from hpu.model_loader.size_estimate import (
     activation_bytes,
@@ -391,4 +391,5 @@ def _fitting(facts: ModelConfig, demand: CardDemand) -> str | None:
         return None
     if not plan.fits:
         return None
-    return f"{plan.weight_bytes / GIB:.2f} GiB of weights and {plan.num_blocks} blocks on each card"
+    weights = bytes_text(plan.weight_bytes)
+    return f"{weights} of weights and {plan.num_blocks} blocks on each card"

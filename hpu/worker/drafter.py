@@ -7,6 +7,7 @@ from dataclasses import replace
 from config.checkpoint.draft import draft_config, draft_facts, draft_folder
 from config.checkpoint.weight_maps.hidden_heads import read_head_sizes
 from config.engine import DUMMY, EngineConfig
+from config.errors import bytes_text
 from config.model.context_length import default_context_length, max_context_length
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
@@ -14,7 +15,6 @@ from config.parallel import WHOLE, Stage
 from config.params.speculation import DRAFT_MODEL, EAGLE3
 from hpu.backends.base import Backend
 from hpu.distributed.process_groups import ProcessGroups
-from hpu.gaudi_devices import GIB
 from hpu.model_loader.dummy_weights import fill_dummy
 from hpu.model_loader.loader import load_weights
 from hpu.models.base import CausalLM
@@ -80,7 +80,7 @@ def load_drafter(
     weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     prepared = backend.prepare(head)
     assert prepared is head, "no back end replaces a head"
-    logger.info("Weights: %.2f GiB of the head", weight_bytes / GIB)
+    logger.info("Weights: %s of the head", bytes_text(weight_bytes))
     return LoadedModel(
         config=settings,
         backend=backend,

@@ -30,7 +30,6 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, ProcessGroups
-from hpu.gaudi_devices import GIB
 from hpu.host import usable_memory
 from hpu.lora.manager import LoRAManager, keep_adapted_experts
 from hpu.model_loader.dummy_weights import fill_dummy
@@ -273,7 +272,7 @@ def load(
         block_size = config.cache.block_size or min(block_size, MAX_POOLING_STEP)
     lora = loading.adapters(parts.model) if config.lora.enable_lora else None
     load_s = time.perf_counter() - start
-    logger.info("Weights: %.2f GiB in %.1f s", parts.weight_bytes / GIB, load_s)
+    logger.info("Weights: %s in %.1f s", bytes_text(parts.weight_bytes), load_s)
     loaded = LoadedModel(
         config=config,
         backend=backend,
@@ -336,7 +335,7 @@ class _Loading:
         weight_bytes += _num_bytes(decoder)
         tower_bytes = 0 if tower is None else _num_bytes(tower)
         if tower is not None:
-            logger.info("Images: the vision tower has %.2f GiB of weights", tower_bytes / GIB)
+            logger.info("Images: the vision tower has %s of weights", bytes_text(tower_bytes))
             backend.prepare_tower(tower)
             _log_image_adapter(config)
         self._keep_adapted_experts(decoder)

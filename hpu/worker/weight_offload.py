@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from config.engine import EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, bytes_text
 from config.model.architectures import decoder_spec, is_native
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
 from hpu.backends.base import Backend
 from hpu.distributed.process_groups import ProcessGroup
-from hpu.gaudi_devices import GIB
 from hpu.model_loader.size_estimate import layer_bytes
 from hpu.models.base import LoadableModel
 from hpu.models.decoder import Decoder, PlaceLayer
@@ -53,12 +52,12 @@ class WeightsInHostMemory:
         own = decoder.layers
         ring = WeightRing({index: own[index] for index in self.layers}, self.backend)
         logger.info(
-            "Weights: %d of %d layers stay in host memory, %.2f GiB; each launch copies them "
-            "through %.2f GiB of the device",
+            "Weights: %d of %d layers stay in host memory, %s; each launch copies them "
+            "through %s of the device",
             len(self.layers),
             len(own),
-            ring.host_bytes / GIB,
-            ring.device_bytes / GIB,
+            bytes_text(ring.host_bytes),
+            bytes_text(ring.device_bytes),
         )
         return ring
 

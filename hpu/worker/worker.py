@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, RequestFailed, UserError
+from config.errors import ConfigError, RequestFailed, UserError, bytes_text
 from config.model.model_config import ModelConfig
 from config.model.pooler import choose_pooler
 from config.model.read_config import read_model_config
@@ -23,7 +23,6 @@ from hpu.distributed.agreement import Agreement
 from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
 from hpu.distributed.process_groups import SINGLE_RANK, ProcessGroups, Ranks, make_groups
 from hpu.doctor.machine import distribution_version
-from hpu.gaudi_devices import GIB
 from hpu.lora.manager import LoRAManager
 from hpu.model_loader.offloaded_weights import OffloadedWeights, offload_weights
 from hpu.profiling.diagnostics import CountsWork, Diagnostics
@@ -261,7 +260,7 @@ class Worker:
         gc.collect()
         free = self._backend.memory()[0]
         logger.info(
-            "Asleep at level %d: %.3f GiB of memory given back", level, max(0, free - before) / GIB
+            "Asleep at level %d: %s of memory given back", level, bytes_text(max(0, free - before))
         )
 
     def wake_weights(self) -> None:

@@ -37,11 +37,9 @@ SHAPES_TIMEOUT_S = 1.0
 
 
 def page_routes(state: AppState) -> APIRouter:
-    """Routes of the page, its files and its data; empty if the page is disabled. URLs in the page
-    are relative, so that a reverse proxy may add a path prefix."""
+    """Routes of the page, its files and its data. URLs in the page are relative, so that a reverse
+    proxy may add a path prefix."""
     router = APIRouter(include_in_schema=False)
-    if not state.config.enable_page:
-        return router
     folder = files("server") / "page"
     _serve_file(router, "/", (folder / "page.html").read_bytes(), "text/html; charset=utf-8")
     for file in (*folder.iterdir(), *(folder / "vendor").iterdir()):

@@ -36,6 +36,8 @@ from server.openai.tokenize import tokenize_routes
 from server.pooling.routes import pooling_routes
 from server.serving.state import AppState
 
+TITLE = "gaudiserve"
+OPENAPI = "/openapi.json"
 PREFLIGHT_SECONDS = 600
 PATH_CHARACTERS_SHOWN = 100
 NEAR_PATH_RATIO = 0.8
@@ -44,15 +46,14 @@ NEAR_PATH_RATIO = 0.8
 
 def create_app(state: AppState) -> ASGIApp:
     """ASGI application of an API server, with all routes and middleware."""
-    has_docs = state.config.enable_docs
     prefix = state.config.path_prefix
     api = DescribedApi(
-        title="gaudiserve",
+        title=TITLE,
         version=state.version,
         description="OpenAI-compatible serving.",
         servers=[{"url": prefix}] if prefix else None,
         docs_url=None,
-        openapi_url="/openapi.json" if has_docs else None,
+        openapi_url=OPENAPI if state.config.enable_docs else None,
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
@@ -62,7 +63,6 @@ def create_app(state: AppState) -> ASGIApp:
         for routes in (
             *(chat_routes, completion_routes, response_routes, messages_routes),
             *(pooling_routes, model_routes, tokenize_routes, admin_routes),
-            page_routes,
         )
     ]
     disabled: list[tuple[APIRouter, str]] = []
@@ -73,8 +73,6 @@ def create_app(state: AppState) -> ASGIApp:
             disabled.append((router, flag))
     for router in routers:
         api.include_router(router)
-    if has_docs:
-        api.include_router(docs_routes(api.title))
     api.state.routes = [route for router in routers for route in router.routes]
     api.state.flags = [(route, flag) for router, flag in disabled for route in router.routes]
     api.add_exception_handler(HTTPException, _answer_http)
@@ -106,6 +104,8 @@ def _optional_routers(state: AppState) -> list[tuple[APIRouter, str, bool]]:
             config.allow_runtime_lora_updating,
         ),
         (development_routes(state), "--enable-dev-endpoints", config.enable_dev_endpoints),
+        (docs_routes(TITLE), "--enable-docs", config.enable_docs),
+        (page_routes(state), "--enable-page", config.enable_page),
     ]
 
 
@@ -143,6 +143,8 @@ def _unknown_route(request: Request) -> HTTPException:
 
 def _flag(request: Request) -> str | None:
     """The flag with which a route at the path of `request` would be served."""
+    if request.scope["path"] == OPENAPI:
+        return "--enable-docs"
     for route, flag in request.app.state.flags:
         if route.matches(request.scope)[0] != Match.NONE:
             return str(flag)

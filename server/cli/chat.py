@@ -15,6 +15,7 @@ from config.checkpoint.demo import NAMES
 from config.errors import CheckpointError
 from config.loading.parser import Parser, command_parser
 from config.loading.sources import DEFAULT, Loaded, load
+from config.loading.values import nearest
 from server.cli.bench.openai import first_model
 from server.cli.http_client import HttpClient, HttpFailure
 from server.cli.private_server import PrivateServer
@@ -30,9 +31,10 @@ MAX_TOKENS = 1024
 """Default token limit of an answer: a small model may repeat itself forever."""
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 LEAVE = ("/exit", "/quit")
+NAMES_OF_COMMANDS = ("/clear", "/system", *LEAVE)
 COMMANDS = ", ".join(("/clear", "/system TEXT", *LEAVE))
 COMMAND = re.compile(r"/[a-z]+")
-"""The whole line of a command. A message may begin with a path."""
+"""The first word of a command. A message may begin with a path."""
 CLEAR_LINE = "\r\x1b[K"
 
 
@@ -82,10 +84,15 @@ def _quiet(loaded: Loaded) -> Any:
 
 
 def unknown_command(text: str) -> str:
-    """Error for a line that looks like a command but is unknown; empty for a message."""
-    if text in LEAVE or not COMMAND.fullmatch(text):
+    """Error for a line that looks like a command but is unknown; empty for a message. A line of
+    several words is a command if its first word is spelled like a known command."""
+    word, _, rest = text.partition(" ")
+    if word in NAMES_OF_COMMANDS or not COMMAND.fullmatch(word):
         return ""
-    return f"unknown command {text}; commands: {COMMANDS}"
+    hint = nearest(word, NAMES_OF_COMMANDS)
+    if rest and not hint:
+        return ""
+    return f"unknown command {word}{hint or ';'} commands: {COMMANDS}"
 
 
 class _Terminal:
@@ -107,8 +114,8 @@ class _Terminal:
     def run(self) -> int:
         try:
             self._loop.run_until_complete(self._open())
-        except (OSError, HttpFailure) as error:
-            raise CheckpointError(f"{self._arguments.base_url} does not answer: {error}") from error
+        except HttpFailure as error:
+            raise CheckpointError(str(error)) from error
         self._begin(self._arguments.system_prompt)
         if self._arguments.quick is not None:
             return 0 if self._say(self._arguments.quick) else 1
@@ -169,7 +176,7 @@ class _Terminal:
         self._loop.add_signal_handler(signal.SIGINT, stop.set)
         try:
             self._loop.run_until_complete(self._print_until(stop, answer))
-        except (OSError, HttpFailure) as error:
+        except HttpFailure as error:
             self._messages.pop()
             print(f"\n{error}", file=sys.stderr)
             return False

@@ -6,6 +6,7 @@ splits bytes, so that the benchmark measures the server.
 """
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -21,10 +22,13 @@ CONNECT_TIMEOUT_S = 30.0
 MAX_IDLE = 1024
 MAX_LINE_BYTES = 2**20
 UNIX = "unix:"
+UNAUTHORIZED, NOT_FOUND = 401, 404
+MODELS_PATH = "/v1/models"
 
 
 class HttpFailure(Exception):
-    """Response with a status other than 200, or a response that is not HTTP."""
+    """No response, a response with a status other than 200, or a response that is not HTTP. The
+    message is a sentence for the user, with the server's address."""
 
 
 @dataclass(slots=True)
@@ -71,6 +75,7 @@ class HttpClient:
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`base_url`: an HTTP or HTTPS URL, or unix: and the path of a socket."""
+        self._url = base_url
         self._socket_path: str | None = None
         if base_url.startswith(UNIX):
             self._socket_path, base_url = base_url.removeprefix(UNIX), "http://localhost"
@@ -93,18 +98,29 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Make a JSON call. Raises HttpFailure with the server's message, or OSError."""
+        """Make a JSON call. Raises HttpFailure with the server's message."""
         status, _, content = await self.ask(method, path, body)
         if status != 200:
-            raise HttpFailure(f"{status}: {content[:300].decode(errors='replace')}")
+            raise self.refusal(status, path, content)
         try:
             return msgspec.json.decode(content)
         except msgspec.DecodeError as error:
-            raise HttpFailure(f"{path} did not answer in JSON: {error}") from None
+            raise HttpFailure(
+                f"{self._url} did not answer {path} in JSON ({error}): correct the URL, if that is "
+                "another server"
+            ) from None
+
+    def refusal(self, status: int, path: str, content: bytes) -> HttpFailure:
+        """The error for a response with a status other than 200."""
+        text = (_message_of(content) or "no reason is given").rstrip(".")
+        if status == UNAUTHORIZED:
+            text += "; give the key of the server by --api-key"
+        elif status == NOT_FOUND and path == MODELS_PATH:
+            text += "; correct the URL"
+        return HttpFailure(f"{self._url} answered {path} with {status}: {text}")
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Make a call; returns any status. Raises HttpFailure for a response that is not HTTP, or
-        OSError."""
+        """Make a call; returns any status. Raises HttpFailure without a response in HTTP."""
         connection, head = await self._send(method, path, body)
         try:
             content = b"".join([piece async for piece in self._content(connection, head)])
@@ -122,7 +138,7 @@ class HttpClient:
         try:
             if head.status != 200:
                 content = b"".join([piece async for piece in self._content(connection, head)])
-                raise HttpFailure(f"{head.status}: {content[:300].decode(errors='replace')}")
+                raise self.refusal(head.status, path, content)
             rest = b""
             async for piece in self._content(connection, head):
                 *events, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -171,22 +187,28 @@ class HttpClient:
         connection = await self._connect()
         try:
             return connection, await self._exchange(connection, request)
-        except (asyncio.IncompleteReadError, EOFError):
+        except (OSError, EOFError):
             connection.writer.close()
-            raise HttpFailure("the server closed the connection without an answer") from None
+            is_plain = self._tls is None and self._socket_path is None
+            hint = "; if it speaks TLS, its URL begins with https://" if is_plain else ""
+            raise HttpFailure(
+                f"{self._url} closed the connection without an answer{hint}"
+            ) from None
         except BaseException:
             connection.writer.close()
             raise
 
     async def _connect(self) -> _Connection:
         if self._socket_path is not None:
-            return _Connection(
-                *await asyncio.open_unix_connection(self._socket_path, limit=MAX_LINE_BYTES)
+            opened = asyncio.open_unix_connection(self._socket_path, limit=MAX_LINE_BYTES)
+        else:
+            opened = asyncio.open_connection(
+                self._host, self._port, ssl=self._tls, limit=MAX_LINE_BYTES
             )
-        opened = asyncio.open_connection(
-            self._host, self._port, ssl=self._tls, limit=MAX_LINE_BYTES
-        )
-        return _Connection(*await asyncio.wait_for(opened, CONNECT_TIMEOUT_S))
+        try:
+            return _Connection(*await asyncio.wait_for(opened, CONNECT_TIMEOUT_S))
+        except (OSError, asyncio.TimeoutError) as error:
+            raise HttpFailure(connection_problem(self._url, self._host, error)) from None
 
     async def _exchange(self, connection: _Connection, request: bytes) -> _ResponseHead:
         connection.writer.write(request)
@@ -195,7 +217,7 @@ class HttpClient:
         first, *lines = raw.decode("latin-1").split("\r\n")
         words = first.split(" ", 2)
         if len(words) < 2 or not (words[1].isascii() and words[1].isdecimal()):
-            raise HttpFailure(f"not an HTTP answer: {first[:100]!r}")
+            raise HttpFailure(f"{self._url} does not speak HTTP, it answered {first[:100]!r}")
         pairs = (line.partition(":") for line in lines if ":" in line)
         fields = {name.strip().lower(): value.strip() for name, _, value in pairs}
         return _ResponseHead(int(words[1]), fields)
@@ -212,8 +234,43 @@ class HttpClient:
             else:
                 while piece := await reader.read(65536):
                     yield piece
-        except asyncio.IncompleteReadError:
-            raise HttpFailure("the connection broke in the middle of an answer") from None
+        except (OSError, asyncio.IncompleteReadError):
+            raise HttpFailure(
+                f"the connection to {self._url} broke in the middle of an answer"
+            ) from None
+
+
+def connection_problem(url: str, host: str, error: Exception) -> str:
+    """Why no connection to `url` was made, and what to do."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"the certificate of {url} is not trusted ({error.verify_message}): name the file of "
+            "its authority in SSL_CERT_FILE, or correct the URL"
+        )
+    if isinstance(error, ssl.SSLError):
+        reason = (error.reason or "unknown error").replace("_", " ").lower()
+        return f"{url} does not speak TLS ({reason}): without TLS its URL begins with http://"
+    if isinstance(error, socket.gaierror):
+        return f"the host {host!r} of {url} is unknown: correct the URL"
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+        return (
+            f"{url} does not answer within {CONNECT_TIMEOUT_S:g} s: check its address and the "
+            "firewalls on the way"
+        )
+    # The event loop joins the errors of several addresses into a text.
+    is_refused = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
+    if is_refused or "Connect call failed" in str(error):
+        return f"no server answers at {url}: start the server, or correct the URL"
+    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    return f"{url} cannot be reached: {reason.lower()}"
+
+
+def _message_of(content: bytes) -> str:
+    """The message of an error body: the field of OpenAI's format, or the beginning of the body."""
+    try:
+        return str(msgspec.json.decode(content)["error"]["message"])
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return content[:300].decode(errors="replace").strip()
 
 
 def _data_of(event: bytes) -> bytes:

@@ -46,8 +46,13 @@ commands:
   vllm-command    write a command `vllm` that is gaudiserve, for scripts that call it
 
   Flags without a command are those of serve: gaudiserve --model MODEL.
-  gaudiserve COMMAND --help shows a command's flags.
+  gaudiserve COMMAND --help shows a command's flags, --help=WORD those with a word in their name.
   gaudiserve --version prints {VERSION}.
+"""
+
+SERVE = """\
+Serve a model to OpenAI clients, at http://localhost:8000/v1 unless --host and --port say otherwise.
+--help=WORD shows a part of this text: a group (--help=http) or flags (--help=max-num-seqs).
 """
 
 TEXTS = {
@@ -102,7 +107,7 @@ def _serve(argv: list[str]) -> int:
     loaded = load(
         argv,
         default_model=NAMES[0],
-        parser=server_parser("gaudiserve serve", "Serve a model to OpenAI clients."),
+        parser=server_parser("gaudiserve serve", SERVE),
     )
     if loaded.engine.executor == EXTERNAL_LAUNCHER:
         raise ConfigError(

@@ -58,7 +58,7 @@ class PrivateServer:
                 raise EngineDied(self._child.end.description)
             try:
                 answer = await client.ask("GET", "/ready")
-            except (OSError, HttpFailure):
+            except HttpFailure:
                 # The server does not listen yet.
                 answer = None
             if answer is not None and answer.status == 200:

@@ -16,7 +16,7 @@ from config.errors import EngineDied
 from config.loading.parser import Parser, command_parser, number
 from config.loading.sources import Loaded, load
 from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, read_lines
-from server.cli.http_client import Answer, HttpClient, HttpFailure
+from server.cli.http_client import MODELS_PATH, Answer, HttpClient, HttpFailure
 from server.cli.main import log_spellings
 from server.cli.private_server import PrivateServer
 
@@ -93,12 +93,12 @@ async def _run(
     try:
         if server is not None:
             await server.wait_ready(client)
+        else:
+            # A wrong key or URL would be the answer to every line, in the output for good.
+            await client.call("GET", MODELS_PATH)
         await _answer_all(client, chain([first], lines), output, arguments.max_concurrent_requests)
-    except (OSError, HttpFailure) as error:
-        raise EngineDied(
-            f"the server does not answer any more ({error}); the same command goes on where this "
-            "one ended"
-        ) from error
+    except HttpFailure as error:
+        raise EngineDied(f"{error}; the same command goes on where this one ended") from error
     finally:
         await client.close()
         if server is not None:

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import sys
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -46,12 +47,25 @@ def main() -> None:
 def start(engine: EngineConfig, server: ServerConfig) -> int:
     """Serve until stopped; returns the exit status. Raises ConfigError and CheckpointError."""
     check_device(engine.device)
-    default_names = NAMES if engine.model in NAMES else (engine.model,)
-    names = server.served_model_names or default_names
+    names = server.served_model_names or default_names(
+        engine.model, {adapter.name for adapter in engine.lora.adapters}
+    )
     find = partial(_checked, engine, server)
     server = dataclasses.replace(server, served_model_names=names)
     run = serve if engine.data_parallel.has_api_servers else serve_engines
     return run(engine, server, find)
+
+
+def default_names(model: str, adapters: Collection[str] = ()) -> tuple[str, ...]:
+    """Names of `model` in the API without --served-model-name. A path has two: itself, as vLLM
+    names the model, and its last part, unless that is the name of an adapter."""
+    if model in NAMES:
+        return NAMES
+    path = os.path.expanduser(model)
+    if not os.path.exists(path):
+        return (model,)
+    last = os.path.basename(os.path.abspath(path))
+    return (model,) if not last or last == model or last in adapters else (model, last)
 
 
 def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:

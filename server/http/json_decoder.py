@@ -1,6 +1,8 @@
 """Decoder of strict JSON for request bodies. Values are counted first, and large bodies are decoded
 in pieces, because the decoder holds the GIL during a call."""
 
+import json
+import re
 import sys
 from bisect import bisect_right
 from typing import Any
@@ -47,6 +49,7 @@ _ESCAPE_BYTES = 6
 _HEADER_BYTES = sys.getsizeof("\xe9") - 2
 
 _decoder = msgspec.json.Decoder()
+_LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 Positions = npt.NDArray[np.int64]
 
@@ -61,13 +64,45 @@ def decode_json(data: bytes) -> Any:
     return _Pieces(data).value()
 
 
-def _decoded(data: bytes) -> Any:
+def _decoded(data: bytes, start: int | None = None) -> Any:
+    """Decode `data`: a whole body, or a piece whose first byte is byte `start` of the body."""
     try:
         return _decoder.decode(data)
     except RecursionError:
         raise UserError("the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"the body is not valid JSON: {error}") from None
+        problem, position = _problem(data, error)
+    if start is not None:
+        raise _invalid(f"{problem} at byte {start + position}")
+    ends = ", where the body ends" if position >= len(data.rstrip()) else ""
+    raise _invalid(f"{problem} at {_line_and_column(data, position)}{ends}")
+
+
+def _problem(data: bytes, error: Exception) -> tuple[str, int]:
+    """What is wrong with `data`, and the byte where. The standard library's decoder finds it:
+    `error`, which is msgspec's, does not say what was expected."""
+    try:
+        text = data.decode()
+        json.loads(text)
+    except UnicodeDecodeError as wrong:
+        return f"byte 0x{data[wrong.start]:02x}, which is not UTF-8,", wrong.start
+    except json.JSONDecodeError as wrong:
+        problem = wrong.msg.removesuffix(" at").rstrip(": ")
+        return problem[:1].lower() + problem[1:], len(text[: wrong.pos].encode())
+    except (ValueError, RecursionError):
+        pass
+    if lone := _LONE_SURROGATE.search(data):
+        return "half of a surrogate pair", lone.start()
+    # The standard library also decodes NaN, for example.
+    message, _, place = str(error).removeprefix("JSON is malformed: ").partition(" (byte ")
+    return message, int(place.removesuffix(")")) if place else 0
+
+
+def _line_and_column(data: bytes, position: int) -> str:
+    line_start = data.rfind(b"\n", 0, position) + 1
+    column = len(data[line_start:position].decode(errors="replace")) + 1
+    line = data.count(b"\n", 0, position) + 1
+    return f"line {line}, column {column}"
 
 
 class _Pieces:
@@ -94,7 +129,7 @@ class _Pieces:
         `first` to `last`; a list or object in the bytes has nesting depth `depth`."""
         data = self._data
         if end - start <= PIECE_BYTES:
-            return _decoded(data[start:end])
+            return _decoded(data[start:end], start)
         if first == last:
             return _text(data, start, end)
         if depth > MAX_SPLIT_DEPTH:
@@ -135,7 +170,8 @@ class _Pieces:
             # from it for 100 ms and more.
             stop = bisect_right(ends, start + PIECE_BYTES, index)
             if stop > index:
-                part = _decoded(before + data[start : int(ends[stop - 1])] + behind)
+                piece = before + data[start : int(ends[stop - 1])] + behind
+                part = _decoded(piece, start - 1)
                 # An empty piece next to other pieces means a superfluous comma.
                 if not part and len(ends) > 1:
                     raise _invalid(f"an entry is missing at byte {start}")
@@ -160,7 +196,7 @@ class _Pieces:
             raise UserError(
                 f"the body has a key of {colon - start} bytes, at most {MAX_SHORT_BYTES} are taken"
             )
-        key = _decoded(self._data[start:colon])
+        key = _decoded(self._data[start:colon], start)
         if not isinstance(key, str):
             raise _invalid(f"a key at byte {start} is no string")
         return {key: self._value(colon + 1, end, first + 1, last, depth + 1)}
@@ -171,6 +207,7 @@ def _structure(data: bytes) -> tuple[Positions, npt.NDArray[np.int32]]:
     numpy releases the GIL. Raises UserError for too many values, without scanning the rest."""
     positions: list[Positions] = []
     num_values, num_strings, num_opened, is_inside = 1, 0, 0, 0
+    last_quote = 0
     start = 0
     while start < len(data):
         end = _before_escape(data, start, min(start + SCANNED_BYTES, len(data)))
@@ -190,16 +227,22 @@ def _structure(data: bytes) -> tuple[Positions, npt.NDArray[np.int32]]:
         num_strings += int(np.count_nonzero(quotes & outside))
         _check_counts(num_values, num_strings + num_opened)
         is_inside = int(inside[-1])
+        if quotes.any():
+            last_quote = start + int(np.flatnonzero(quotes)[-1])
         start = end
     if is_inside:
-        raise _invalid("a string has no end")
+        raise _invalid(f"the string that begins at byte {last_quote} has no end")
     at = np.concatenate(positions)
     kinds = np.frombuffer(data, np.uint8)[at]
     steps = np.isin(kinds, np.frombuffer(_OPENERS, np.uint8)).astype(np.int32)
     steps -= np.isin(kinds, np.frombuffer(_CLOSERS, np.uint8))
     depth = np.cumsum(steps, dtype=np.int32)
-    if len(at) and (depth[-1] != 0 or depth.min() < 0):
-        raise _invalid("brackets do not match")
+    if len(at) and depth.min() < 0:
+        closer = int(at[np.argmax(depth < 0)])
+        raise _invalid(f"the bracket at byte {closer} closes nothing")
+    if len(at) and depth[-1] != 0:
+        opener = int(at[np.flatnonzero((depth == depth[-1]) & (steps > 0))[-1]])
+        raise _invalid(f"the bracket at byte {opener} is not closed before the body ends")
     return at, depth
 
 
@@ -220,7 +263,7 @@ def _text(data: bytes, start: int, end: int) -> Any:
     opens = data.find(b'"', start, min(end, start + MAX_SHORT_BYTES))
     closes = data.rfind(b'"', max(start, end - MAX_SHORT_BYTES), end)
     if opens < 0 and end - start <= MAX_SHORT_BYTES:
-        return _decoded(data[start:end])
+        return _decoded(data[start:end], start)
     if not (
         0 <= opens < closes and _is_blank(data, start, opens) and _is_blank(data, closes + 1, end)
     ):
@@ -231,7 +274,7 @@ def _text(data: bytes, start: int, end: int) -> Any:
         stop = min(position + TEXT_PIECE_BYTES, closes)
         if stop < closes:
             stop = _before_character(data, position, _before_escape(data, position, stop))
-        part = _decoded(b'"' + data[position:stop] + b'"')
+        part = _decoded(b'"' + data[position:stop] + b'"', position - 1)
         width = max(width, _width(part))
         if (size := (len(text) + len(part)) * width) > MAX_TEXT_BYTES:
             raise UserError(

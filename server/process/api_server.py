@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import os
 import signal
@@ -464,6 +465,9 @@ class ApiServer:
             ready.max_model_len,
             endpoints_text(self._urls, has_page=config.enable_page, has_docs=config.enable_docs),
         )
+        if self._args.index == 0:
+            names = " or ".join(map(json.dumps, self.state.model_names))
+            logger.info('Requests name the model by "model": %s', names)
         if ready.device == EMULATOR:
             logger.warning(
                 "there is no Gaudi: it is emulated on the CPU, for tests; times and memory of this "

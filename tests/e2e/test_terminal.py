@@ -90,7 +90,7 @@ def test_a_batch_asks_a_running_server_and_says_when_there_is_none(
         **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60},
     )
     assert done.returncode == 1
-    assert "the server does not answer any more" in done.stderr
+    assert "no server answers at http://127.0.0.1:1: start the server" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -189,4 +189,4 @@ def test_one_message_to_a_running_server(server: LiveServer) -> None:
     assert "output_tokens=3 " in lines[-2]
     assert refused.returncode == 1 and "max_tokens" in refused.stderr
     assert missing.returncode == 1
-    assert missing.stderr.startswith("gaudiserve: http://127.0.0.1:1 does not answer")
+    assert missing.stderr.startswith("gaudiserve: no server answers at http://127.0.0.1:1")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from page_browser import chromium, expect, open_page
+from page_browser import chromium, expect, open_page, send
 from page_replies import MARKDOWN, THINKS
 from page_rig import serving
 from playwright.sync_api import Browser, Page
@@ -19,7 +19,7 @@ def opened(browser: Browser, url: str, size: tuple[int, int], scheme: str) -> Pa
         color_scheme="dark" if scheme == "dark" else "light",
     )
     open_page(page, url)
-    page.get_by_role("button", name=QUESTION).click()
+    send(page, QUESTION)
     expect(page.locator(".foot .retry")).to_be_visible()
     return page
 

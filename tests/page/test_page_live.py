@@ -95,7 +95,7 @@ def test_an_answer_outlives_a_killed_engine_and_a_text_model_takes_no_pictures(
         send(page, "Tell me a long story about the sea.")
         expect(answer).to_have_text(re.compile(r"\w+ \w+"))
 
-        os.kill(live.find("engine.core.engine_process"), signal.SIGKILL)
+        os.kill(live.find("gaudiserve: engine"), signal.SIGKILL)
 
         expect(page.locator("#status")).to_have_text("restarting")
         expect(page.locator("#trouble")).to_contain_text("is being restarted")

@@ -42,10 +42,8 @@ def main(argv: Sequence[str]) -> int:
     turns = read_sharegpt(options.dataset_path) if options.dataset_path else []
     try:
         report, model, kind = uvloop.run(_run(options, turns))
-    except ConnectionRefusedError:
-        raise ConfigError(f"no server answers at {options.base_url}") from None
-    except (OSError, HttpFailure) as error:
-        raise ConfigError(f"{options.base_url} cannot be measured: {error}") from None
+    except HttpFailure as error:
+        raise ConfigError(str(error)) from None
     table = as_text(report, options.percentile_metrics)
     content = json.dumps(_document(options, report, model, kind), indent=2)
     if options.json == "-":

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from server.cli.bench.workload import WORDS, BenchRequest
-from server.cli.http_client import HttpClient, HttpFailure, MissingDone
+from server.cli.http_client import MODELS_PATH, HttpClient, HttpFailure, MissingDone
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
@@ -80,7 +80,7 @@ class OpenAIServer:
             await asyncio.wait_for(self._read(request, outcome), timeout_s)
         except asyncio.TimeoutError:  # not the builtin before Python 3.11
             outcome.failure = f"no end after {timeout_s:g} s"
-        except (OSError, EOFError, HttpFailure, msgspec.DecodeError) as error:
+        except (EOFError, HttpFailure, msgspec.DecodeError) as error:
             outcome.failure = f"{type(error).__name__}: {error}"
         outcome.ended = time.perf_counter()
         if outcome.failure is None and not outcome.arrivals:
@@ -158,7 +158,7 @@ def _has_text(choice: _Choice) -> bool:
 
 async def first_model(client: HttpClient) -> str:
     """First entry of /v1/models. Raises HttpFailure."""
-    response = await client.call("GET", "/v1/models")
+    response = await client.call("GET", MODELS_PATH)
     try:
         return str(response["data"][0]["id"])
     except (KeyError, IndexError, TypeError):

@@ -53,7 +53,10 @@ def test_a_gguf_file_becomes_a_folder_in_the_cache_of_its_dtype(tmp_path: Path, 
     ("model", "words"),
     [
         ("no_such_thing", "no such file or folder: no_such_thing;.*like org/name.*'demo'"),
-        ("/no/such/place", "no such file or folder: /no/such/place$"),
+        (
+            "/no/such/place",
+            "folder: /no/such/place; in a container, mount it by -v$",
+        ),
         ("./nosuch", "no such file or folder: ./nosuch$"),
         ("../nosuch", "no such file or folder: ../nosuch$"),
         ("~/nosuch", "no such file or folder: ~/nosuch$"),

@@ -122,7 +122,7 @@ def test_a_reserve_too_small_for_all_graphs_is_noted() -> None:
 
     (note,) = make_plan(FACTS, small, Target(device="gaudi2")).notes
 
-    assert "will not all fit into 0.04 GiB" in note
+    assert "will not all fit into 40.61 MiB" in note
     assert "--graph-reserved-mem 0." in note
 
 

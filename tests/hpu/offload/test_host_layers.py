@@ -30,7 +30,7 @@ def test_no_layers_are_larger_than_what_was_allowed() -> None:
 
 @pytest.mark.parametrize(("gib", "num_layers"), [(3.9, 8), (100, 3)])
 def test_too_few_layers_are_refused_with_their_sizes(gib: float, num_layers: int) -> None:
-    text = f"--cpu-offload-gb is {gib:g} and a layer of the model takes 1 GiB, of {num_layers}"
+    text = f"--cpu-offload-gb is {gib:g} and a layer of the model takes 1.00 GiB, of {num_layers}"
     with pytest.raises(ConfigError, match=text):
         chosen(gib, [1.0] * num_layers)
 

@@ -177,4 +177,41 @@ def test_a_model_that_is_not_there_is_one_line_and_status_2() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     assert done.returncode == 1
-    assert done.stderr == "gaudiserve: no such file or folder: /no/such/model.gguf\n"
+    said = (
+        "gaudiserve: no such file or folder: /no/such/model.gguf; in a container, mount it by -v\n"
+    )
+    assert done.stderr == said
+
+
+@pytest.mark.parametrize(
+    ("word", "shown", "hidden"),
+    [
+        ("max_num_seqs", "--max-num-seqs", "--port"),
+        ("http", "--port", "--max-num-seqs"),
+        ("KV cache", "--block-size", "--port"),
+    ],
+)
+def test_help_about_a_word_shows_a_group_or_flags(
+    word: str, shown: str, hidden: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", f"--help={word}"])
+
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert shown in text and hidden not in text
+
+
+def test_help_about_an_unknown_word_lists_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["serve", "--help=frobnicate"])
+
+    assert status == 2
+    assert "no flag of gaudiserve serve has 'frobnicate' in its name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["--max-model-length", "--max-model"])
+def test_a_flag_that_is_too_long_or_too_short_names_the_nearest(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", wrong, "5"]) == 2
+    assert "did you mean --max-model-len?" in capsys.readouterr().err

@@ -29,3 +29,20 @@ def test_a_converted_tokenizer_goes_to_the_cache_folder_of_the_flag(
     )
 
     assert folders == [tmp_path]
+
+
+def test_a_path_has_its_last_part_as_a_second_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+    assert start.default_names(str(folder)) == (str(folder), "llama")
+    assert start.default_names(f"{folder}/") == (f"{folder}/", "llama")
+    assert start.default_names(".") == (".", "llama")
+    assert start.default_names("../llama") == ("../llama", "llama")
+    assert start.default_names("org/llama") == ("org/llama",)
+    assert start.default_names("/") == ("/",)
+    assert start.default_names(str(folder), {"llama"}) == (str(folder),)
+    assert start.default_names("demo") == ("demo", "SmolLM2-135M-Instruct")

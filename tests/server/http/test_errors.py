@@ -294,7 +294,11 @@ async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None
         ("POST", "/v1/load_lora_adapter", 404, "served with --allow-runtime-lora-updating."),
         ("POST", "/v1/unload_lora_adapter", 404, "served with --allow-runtime-lora-updating."),
         ("POST", "/start_profile", 404, "served with --enable-dev-endpoints."),
+        ("POST", "/stop_profile", 404, "served with --enable-dev-endpoints."),
+        ("GET", "/server_info", 404, "served with --enable-dev-endpoints."),
+        ("POST", "/reset_prefix_cache", 404, "served with --enable-dev-endpoints."),
         ("POST", "/sleep", 404, "served with --enable-dev-endpoints."),
+        ("POST", "/wake_up", 404, "served with --enable-dev-endpoints."),
         ("PUT", "/v1/completions", 405, "/v1/completions takes POST, not PUT."),
         ("PATCH", "/v1/responses/resp_1", 405, "takes DELETE, GET, not PATCH."),
     ],
@@ -325,6 +329,57 @@ async def test_a_body_of_the_other_route_names_it(
 ) -> None:
     async with in_memory() as rig:
         assert words in check(await rig.post(path, body), 400)
+
+
+async def test_a_page_that_is_off_names_its_flag() -> None:
+    async with in_memory(enable_page=False, enable_docs=False) as rig:
+        for path, flag in (
+            ("/", "--enable-page"),
+            ("/page/state", "--enable-page"),
+            ("/page/files/main.js", "--enable-page"),
+            ("/docs", "--enable-docs"),
+            ("/docs/swagger-ui.css", "--enable-docs"),
+            ("/openapi.json", "--enable-docs"),
+        ):
+            message = check(await rig.http.get(path), 404)
+
+            assert message == f"There is no route {path}. It is served with {flag}."
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ('{"a": 1', "expecting ',' delimiter at line 1, column 8, where the body ends"),
+        ('{\n  "a" 1}', "expecting ':' delimiter at line 2, column 7"),
+        ("{'a': 1}", "expecting property name enclosed in double quotes at line 1, column 2"),
+        ('{"a": "x', "unterminated string starting at line 1, column 7"),
+        ('{"a": 1}}', "extra data at line 1, column 9"),
+        ('{"é": NaN}', "invalid character at line 1, column 7"),
+        ('{"a": "\\ud800"}', "half of a surrogate pair at line 1, column 8"),
+    ],
+)
+async def test_a_body_that_is_not_json_says_where_and_what_was_expected(
+    body: str, problem: str
+) -> None:
+    async with in_memory() as rig:
+        message = check(await rig.http.post("/v1/completions", content=body.encode()), 400)
+
+        assert message == f"the body is not valid JSON: {problem}"
+
+
+async def test_each_route_with_a_body_says_where_json_is_wrong() -> None:
+    async with in_memory() as rig:
+        paths = (await rig.http.get("/openapi.json")).json()["paths"]
+        routes = [path for path, item in paths.items() if "requestBody" in item.get("post", {})]
+        pooling = ("/pooling", "/classify", "/embeddings", "/score", "/rerank")
+        generating = [route for route in routes if not route.endswith(pooling)]
+        for route in generating:
+            refused = await rig.http.post(route, content=b'{"model": "demo",')
+
+            assert refused.status_code == 400, route
+            assert "at line 1, column 18, where the body ends" in refused.text, route
+
+        assert len(generating) > 7
 
 
 async def test_a_path_unlike_all_routes_gets_no_nearest_route() -> None:

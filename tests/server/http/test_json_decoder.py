@@ -153,3 +153,19 @@ def test_a_later_key_wins_wherever_pieces_are_cut() -> None:
     data = ("{" + ",".join(f'"{key}":"{value}"' for key, value in pairs) + "}").encode()
 
     assert decode_json(data) == dict(pairs)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b'{"a": [' + b"1, " * 20 + b"1 2]}", "expecting ',' delimiter at byte 69"),
+        (b'{"a": [' + b"1, " * 20, "bracket at byte 6 is not closed before the body ends"),
+        (b"[" + b"1, " * 20 + b"1]]", "bracket at byte 63 closes nothing"),
+        (b'{"a": "' + b"x" * 40, "string that begins at byte 6 has no end"),
+        (b'{"a": "' + b"x" * 40 + b'\x01"}', "invalid control character at byte 47"),
+        (b'{"a": "' + b"x" * 40 + b'\xff"}', "byte 0xff, which is not UTF-8, at byte 47"),
+    ],
+)
+def test_an_error_in_a_large_body_says_at_which_byte(data: bytes, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        decode_json(data)

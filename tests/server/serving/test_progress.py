@@ -17,8 +17,8 @@ def test_what_is_left_is_told_in_the_unit_that_fits(left_s: float, words: str) -
 
 
 def test_a_bar_is_as_full_as_the_work_is_done() -> None:
-    half = Progress(0, "load", 8 * 10**9, 16 * 10**9)
-    assert bar(half) == f"[{'#' * 12}{'-' * 12}] load, 8.00 of 16.00 GB"
+    half = Progress(0, "load", 8 * 2**30, 16 * 2**30)
+    assert bar(half) == f"[{'#' * 12}{'-' * 12}] load, 8.00 GiB of 16.00 GiB"
     assert bar(Progress(0, "warmup", 5, 5)).startswith(f"[{'#' * 24}]")
     assert bar(Progress(0, "load", 0, 0)) == "load"
 

@@ -1,0 +1,140 @@
+"""What the client of the commands says if a server cannot be reached, or refuses a call."""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import AsyncIterator
+
+import pytest
+
+from server.cli.http_client import HttpClient, HttpFailure, connection_problem
+
+
+@contextlib.asynccontextmanager
+async def listening(content: bytes) -> AsyncIterator[str]:
+    """The host and port of a server that answers each request with `content`."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(content)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def failure(url: str) -> str:
+    client = HttpClient(url)
+    with pytest.raises(HttpFailure) as caught:
+        await client.call("GET", "/v1/models")
+    await client.close()
+    return str(caught.value)
+
+
+def refusal(status: int, body: bytes) -> bytes:
+    return b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_a_closed_port_is_named(host: str) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://{host}:{unused.getsockname()[1]}"
+
+        said = await failure(url)
+
+    assert said == f"no server answers at {url}: start the server, or correct the URL"
+
+
+async def test_a_socket_without_a_server_is_named() -> None:
+    said = await failure("unix:/no/such.sock")
+
+    assert said == "no server answers at unix:/no/such.sock: start the server, or correct the URL"
+
+
+async def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(asyncio, "open_connection", refuse)
+
+    said = await failure("http://no-such-host:8000")
+
+    assert said == "the host 'no-such-host' of http://no-such-host:8000 is unknown: correct the URL"
+
+
+async def test_tls_to_a_server_without_tls_names_the_other_scheme() -> None:
+    async with listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address:
+        said = await failure(f"https://{address}")
+
+    assert said.startswith(f"https://{address} does not speak TLS (")
+    assert said.endswith("without TLS its URL begins with http://")
+
+
+async def test_http_to_a_server_with_tls_names_the_other_scheme() -> None:
+    async with listening(b"") as address:
+        said = await failure(f"http://{address}")
+
+    assert said == (
+        f"http://{address} closed the connection without an answer; if it speaks TLS, its URL "
+        "begins with https://"
+    )
+
+
+async def test_a_server_that_is_not_http_is_shown() -> None:
+    async with listening(b"220 mail\r\n\r\n") as address:
+        said = await failure(f"http://{address}")
+
+    assert said == f"http://{address} does not speak HTTP, it answered '220 mail'"
+
+
+async def test_a_wrong_key_names_the_flag() -> None:
+    body = b'{"error": {"message": "The API key is wrong."}}'
+    async with listening(refusal(401, body)) as address:
+        said = await failure(f"http://{address}")
+
+    assert said == (
+        f"http://{address} answered /v1/models with 401: The API key is wrong; give the key of the "
+        "server by --api-key"
+    )
+
+
+async def test_a_path_that_is_not_there_is_a_wrong_url() -> None:
+    body = b'{"error": {"message": "There is no route /x/v1/models."}}'
+    async with listening(refusal(404, body)) as address:
+        said = await failure(f"http://{address}/x")
+
+    assert said == (
+        f"http://{address}/x answered /v1/models with 404: There is no route /x/v1/models; correct "
+        "the URL"
+    )
+
+
+async def test_a_page_in_place_of_json_is_a_wrong_url() -> None:
+    async with listening(refusal(200, b"<html>")) as address:
+        said = await failure(f"http://{address}")
+
+    assert said.startswith(f"http://{address} did not answer /v1/models in JSON")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ssl.SSLCertVerificationError("x"), "name the file of its authority in SSL_CERT_FILE"),
+        (TimeoutError(), "does not answer within 30 s: check its address"),
+        (OSError(113, "No route to host"), "http://a:1 cannot be reached: no route to host"),
+    ],
+)
+def test_other_problems_have_a_sentence_without_a_number_of_an_error(
+    error: Exception, words: str
+) -> None:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        error.verify_message = "self-signed certificate"
+
+    said = connection_problem("http://a:1", "a", error)
+
+    assert words in said
+    assert "Errno" not in said
