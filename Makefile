@@ -26,7 +26,7 @@ PAGE_TESTS := tests/page
 .PHONY: help install install-hpu serve test test-slow test-overload test-resume test-clients test-cuda test-deploy test-docs test-kernels test-fuzz test-page test-parallel test-quantizers page-libraries page-pictures lint style format bench bench-cuda clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PORT=$(PORT)  MODEL=folder, .gguf file or hub id  ARGS='more flags'"
 	@echo "  PYTHON=$(PYTHON)  TORCH_INDEX=URL for another build of torch, none for the one that pip finds"
