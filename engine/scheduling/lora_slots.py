@@ -147,7 +147,7 @@ class LoRASlots:
         if entry.slot != NO_SLOT or self._idle_slot() is not None:
             return True
         blocked = self._blocked
-        if blocked is None or request.priority_key < blocked.priority_key:
+        if blocked is None or _order(request) < _order(blocked):
             self._blocked = request
         return False
 
@@ -331,12 +331,17 @@ class LoRASlots:
     def _is_pass(self, request: Request) -> bool:
         """Whether the request would start ahead of an older request that waits for a slot."""
         blocked = self._blocked
-        return blocked is not None and request.priority_key > blocked.priority_key
+        return blocked is not None and _order(request) > _order(blocked)
 
     def _unblock(self) -> None:
         self._blocked = None
         self._num_passes = 0
         self.version += 1
+
+
+def _order(request: Request) -> tuple[tuple[int, int], int]:
+    """Place of a request in a WaitingQueue. Texts of a round have the same `priority_key`."""
+    return request.priority_key, request.key
 
 
 class AdapterQueue(WaitingQueue):
