@@ -137,8 +137,8 @@ class AuthMiddleware:
 
 class FastRouter:
     """Dispatches routes with a fixed path and a handler `(Request) -> Response` directly, bypassing
-    FastAPI; `app` gets all other requests. While responses are streamed, concurrent requests are
-    paced."""
+    FastAPI; `app` gets all other requests. Concurrent requests are paced: those to `app` always,
+    others while responses are streamed."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
@@ -156,6 +156,9 @@ class FastRouter:
         if scope["type"] == "http":
             route = self._routes.get((scope["method"], scope["path"]))
         if route is None:
+            if scope["type"] == "http":
+                # FastAPI takes longer than a route of this class.
+                await self._pacer.wait()
             await self._app(scope, receive, send)
             return
         scope["route"] = route
