@@ -71,6 +71,7 @@ class Request:
         "expected_output",
         "first_token_at",
         "front_end",
+        "group",
         "guide",
         "images",
         "is_continuation",
@@ -118,6 +119,8 @@ class Request:
         params = message.sampling
         self.key = message.key
         self.front_end = message.key >> FRONT_END_SHIFT
+        self.group = message.group or message.key
+        """Number of the pooling request that the text belongs to."""
         self.prompt = message.prompt.cast("B")
         self.num_prompt_tokens = len(self.prompt) // TOKEN_BYTES
         self.output_token_ids = array("I")

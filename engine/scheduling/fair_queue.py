@@ -6,7 +6,6 @@ starts at the virtual time of the tenant served last, so idle tenants accumulate
 """
 
 import heapq
-import math
 from collections.abc import Callable
 
 from config.engine import SchedulerConfig
@@ -23,9 +22,6 @@ MAX_IDLE_TENANTS = 1024
 MAX_LABELS = 100
 """Tenants whose tokens are counted separately; all others share the label OTHERS."""
 OTHERS, NO_KEY = "other", "none"
-
-_CONTINUATIONS = -1
-"""Tenant number shared by all continuations of accepted requests, which are scheduled first."""
 
 Key = tuple[int, float]
 """(priority, virtual time) of a tenant with waiting requests."""
@@ -93,17 +89,16 @@ class FairQueue(WaitingQueue):
         self.num_waiting_tenants = 0
 
     def add(self, request: Request) -> None:
-        number = _CONTINUATIONS if request.is_continuation else request.tenant
-        tenant = self._tenants.get(number)
+        tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            tenant = self._new_tenant(number)
+            tenant = self._new_tenant(request.tenant)
         elif tenant.key is None:
-            tenant.virtual_time = max(tenant.virtual_time, self._floor(number))
+            tenant.virtual_time = max(tenant.virtual_time, self._virtual_time)
         self._count_in(request)
         tenant.add(request)
-        self._update(number, tenant)
+        self._update(request.tenant, tenant)
 
-    def peek(self) -> Request | None:
+    def peek(self, *, is_new: bool = False) -> Request | None:
         request, passed = None, []
         while self._order and request is None:
             key, number = self._order[0]
@@ -111,9 +106,9 @@ class FairQueue(WaitingQueue):
             if tenant is None or tenant.key != key:
                 heapq.heappop(self._order)
                 continue
-            request = tenant.queue.peek()
+            request = tenant.queue.peek(is_new=is_new)
             if request is None:
-                # All requests of this tenant wait for adapters or files.
+                # All requests of this tenant wait for adapters or files, or are not new.
                 passed.append(heapq.heappop(self._order))
         for entry in passed:
             heapq.heappush(self._order, entry)
@@ -121,22 +116,18 @@ class FairQueue(WaitingQueue):
 
     def remove(self, request: Request) -> None:
         self._count_out(request)
-        number = _CONTINUATIONS if request.is_continuation else request.tenant
-        tenant = self._tenants[number]
+        tenant = self._tenants[request.tenant]
         tenant.remove(request)
-        self._update(number, tenant)
+        self._update(request.tenant, tenant)
 
     def set_aside(self, request: Request) -> None:
-        self._tenant_of(request).queue.set_aside(request)
+        self._tenants[request.tenant].queue.set_aside(request)
         self._aside[request.key] = request
 
     def restore(self) -> None:
         for request in self._aside.values():
-            self._tenant_of(request).queue.restore()
+            self._tenants[request.tenant].queue.restore()
         self._aside.clear()
-
-    def _tenant_of(self, request: Request) -> _Tenant:
-        return self._tenants[_CONTINUATIONS if request.is_continuation else request.tenant]
 
     def start(self, request: Request, num_cached: int) -> None:
         """Charge a request that starts after `remove`, with `num_cached` of its tokens cached. Sets
@@ -145,10 +136,7 @@ class FairQueue(WaitingQueue):
         if request.charged_until >= 0:
             return
         request.priority_key = (request.priority_key[0], self._num_started - 2**62)
-        tenant = self._tenants.get(request.tenant)
-        if tenant is None:
-            # All earlier requests of this tenant were continuations.
-            tenant = self._new_tenant(request.tenant)
+        tenant = self._tenants[request.tenant]
         self._virtual_time = max(self._virtual_time, tenant.virtual_time)
         room = 0 if request.pooling is not None else request.max_num_tokens - request.num_tokens
         request.expected_output = int(min(room, tenant.mean_output))
@@ -193,11 +181,8 @@ class FairQueue(WaitingQueue):
     def _new_tenant(self, number: int) -> _Tenant:
         if len(self._tenants) >= MAX_IDLE_TENANTS:
             self._forget_idle()
-        tenant = self._tenants[number] = _Tenant(self._make_queue(), self._floor(number))
+        tenant = self._tenants[number] = _Tenant(self._make_queue(), self._virtual_time)
         return tenant
-
-    def _floor(self, number: int) -> float:
-        return -math.inf if number == _CONTINUATIONS else self._virtual_time
 
     def _forget_idle(self) -> None:
         """Forget idle tenants that `_new_tenant` would recreate with the same virtual time."""

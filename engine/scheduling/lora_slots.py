@@ -1,7 +1,6 @@
 """LoRASlots: tracks adapters in host memory and in device slots, and requests that wait for
 adapters."""
 
-import heapq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +8,7 @@ from config.errors import UserError
 from config.lora.info import LoRAInfo
 from config.params.lora import LoRAConfig
 from engine.request import Request
-from engine.scheduling.waiting_queue import WaitingQueue
+from engine.scheduling.waiting_queue import WaitingQueue, order_key
 from hpu.protocol import NO_SLOT, AdapterLoaded, DropAdapter, LoadAdapter
 
 ABSENT, LOADING, LOADED = range(3)
@@ -147,7 +146,7 @@ class LoRASlots:
         if entry.slot != NO_SLOT or self._idle_slot() is not None:
             return True
         blocked = self._blocked
-        if blocked is None or request.priority_key < blocked.priority_key:
+        if blocked is None or order_key(request) < order_key(blocked):
             self._blocked = request
         return False
 
@@ -331,7 +330,7 @@ class LoRASlots:
     def _is_pass(self, request: Request) -> bool:
         """Whether the request would start ahead of an older request that waits for a slot."""
         blocked = self._blocked
-        return blocked is not None and request.priority_key > blocked.priority_key
+        return blocked is not None and order_key(request) > order_key(blocked)
 
     def _unblock(self) -> None:
         self._blocked = None
@@ -349,16 +348,16 @@ class AdapterQueue(WaitingQueue):
         self._passed: list[Request] = []
         self._version = -1
 
-    def peek(self) -> Request | None:
+    def peek(self, *, is_new: bool = False) -> Request | None:
         if self._version != self._slots.version:
             self._version = self._slots.version
             passed, self._passed = self._passed, []
             for request in passed:
                 if self._requests.get(request.key) is request:
-                    heapq.heappush(self._heap, (request.priority_key, request.key))
-        while (first := super().peek()) is not None:
+                    self._push(request)
+        while (first := super().peek(is_new=is_new)) is not None:
             if self._slots.may_start(first):
                 return first
-            heapq.heappop(self._heap)
+            self._pop(first)
             self._passed.append(first)
         return None

@@ -8,14 +8,16 @@ from engine.request import FINISHED, RUNNING, WAITING, Request
 from engine.scheduling.fair_queue import FairQueue, make_waiting_queue
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
 from engine.scheduling.lora_slots import LoRASlots
+from engine.scheduling.request_turns import RequestTurns
 from engine.scheduling.scheduler import SchedulerOutput
 from hpu.protocol import PREFILL, StepPlan, Text
 
 
 class PoolingScheduler:
-    """Fills each step with whole texts in the order of their priority keys, up to the token budget.
+    """Fills each step with whole texts, up to the token budget; requests of several texts take
+    turns.
 
-    A text is computed in one launch, so a request runs in one step and needs no blocks.
+    A text is computed in one launch, so it runs in one step and needs no blocks.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class PoolingScheduler:
     ) -> None:
         self.waiting = make_waiting_queue(config, lora)
         self._fair = self.waiting if isinstance(self.waiting, FairQueue) else None
+        self._turns = RequestTurns(by_tenant=config.fair_share)
         self._lora = lora
         self._facts = facts
         self._packer = packer
@@ -59,6 +62,7 @@ class PoolingScheduler:
     def add_request(self, request: Request) -> None:
         if self._lora is not None and request.adapter:
             self._lora.add_request(request)
+        self._turns.add(request)
         self.waiting.add(request)
 
     def finish_requests(self, requests: Iterable[Request]) -> None:
@@ -67,6 +71,7 @@ class PoolingScheduler:
             state, request.state = request.state, FINISHED
             if state == WAITING:
                 self.waiting.remove(request)
+                self._turns.remove(request)
             self._running.discard(request.key)
             if self._lora is not None and request.adapter and state != FINISHED:
                 if state == RUNNING:
@@ -104,6 +109,7 @@ class PoolingScheduler:
                 self.finish_requests([request])
                 continue
             self.waiting.remove(request)
+            self._turns.start(request)
             if self._lora is not None:
                 request.lora_slot = self._lora.start(request)
             if self._fair is not None:
@@ -146,7 +152,11 @@ class PoolingScheduler:
         )
 
     def check(self) -> None:
-        """Raise AssertionError unless adapter slots agree; there are no blocks to check."""
+        """Raise AssertionError unless the waiting texts and the adapter slots agree; there are no
+        blocks to check."""
+        assert self._turns.num_waiting == len(self.waiting), (
+            f"{self._turns.num_waiting} texts have a turn, {len(self.waiting)} wait"
+        )
         if self._lora is not None:
             self._lora.check()
 

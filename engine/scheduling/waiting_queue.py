@@ -6,6 +6,9 @@ from engine.request import Request
 
 MIN_COMPACTION = 64
 
+Heap = list[tuple[tuple[int, int], int]]
+"""(priority key, key) of requests."""
+
 
 class WaitingQueue:
     """Requests sorted by `priority_key`, smallest first. The caller bounds its length.
@@ -16,7 +19,9 @@ class WaitingQueue:
 
     def __init__(self, *, by_share: bool = False) -> None:
         """`by_share`: also maintain `shares`."""
-        self._heap: list[tuple[tuple[int, int], int]] = []
+        self._heap: Heap = []
+        self._continuations: Heap = []
+        """The heap of requests that continue another request."""
         self._requests: dict[int, Request] = {}
         self._aside: dict[int, Request] = {}
         """Requests skipped until `restore`; they have no entry in the heap."""
@@ -29,8 +34,18 @@ class WaitingQueue:
         return len(self._requests)
 
     def add(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.priority_key, request.key))
+        self._push(request)
         self._count_in(request)
+
+    def _heap_of(self, request: Request) -> Heap:
+        return self._continuations if request.is_continuation else self._heap
+
+    def _push(self, request: Request) -> None:
+        heapq.heappush(self._heap_of(request), (request.priority_key, request.key))
+
+    def _pop(self, request: Request) -> None:
+        """Remove the heap entry of a request that `peek` returned."""
+        heapq.heappop(self._heap_of(request))
 
     def _count_in(self, request: Request) -> None:
         self._requests[request.key] = request
@@ -49,26 +64,34 @@ class WaitingQueue:
             if not self.shares[share]:
                 del self.shares[share]
 
-    def peek(self) -> Request | None:
-        """The next request, which stays in the queue; None if there is none."""
-        while self._heap:
-            priority_key, key = self._heap[0]
+    def peek(self, *, is_new: bool = False) -> Request | None:
+        """The next request, which stays in the queue; None if there is none. `is_new`: the next
+        request that continues no other request."""
+        request = self._first(self._heap)
+        if is_new or not self._continuations:
+            return request
+        firsts = filter(None, (request, self._first(self._continuations)))
+        return min(firsts, key=order_key, default=None)
+
+    def _first(self, heap: Heap) -> Request | None:
+        while heap:
+            priority_key, key = heap[0]
             request = self._requests.get(key)
             # A request may have been removed and added again: stale entries have another arrival.
             if request is not None and request.priority_key == priority_key:
                 return request
-            heapq.heappop(self._heap)
+            heapq.heappop(heap)
         return None
 
     def set_aside(self, request: Request) -> None:
         """Skip the request that `peek` returned until `restore`; it stays in the queue."""
-        heapq.heappop(self._heap)
+        self._pop(request)
         self._aside[request.key] = request
 
     def restore(self) -> None:
         """Stop skipping the requests that were set aside."""
         for request in self._aside.values():
-            heapq.heappush(self._heap, (request.priority_key, request.key))
+            self._push(request)
         self._aside.clear()
 
     def oldest(self) -> Request | None:
@@ -77,7 +100,15 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         self._count_out(request)
-        if len(self._heap) > 2 * len(self._requests) + MIN_COMPACTION:
-            requests = (r for r in self._requests.values() if r.key not in self._aside)
-            self._heap = [(r.priority_key, r.key) for r in requests]
-            heapq.heapify(self._heap)
+        num_entries = len(self._heap) + len(self._continuations)
+        if num_entries > 2 * len(self._requests) + MIN_COMPACTION:
+            self._heap, self._continuations = [], []
+            for waiting in self._requests.values():
+                if waiting.key not in self._aside:
+                    self._push(waiting)
+
+
+def order_key(request: Request) -> tuple[tuple[int, int], int]:
+    """Place of a request in a WaitingQueue. Texts of pooling requests may have the same
+    `priority_key`."""
+    return request.priority_key, request.key

@@ -105,6 +105,8 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     EngineClient.add."""
     tenant: int = 0
     """Number of the API key, for fair shares; 0: no API key. Set by EngineClient.add."""
+    group: int = 0
+    """Key of an earlier text of the same pooling request; 0: this text is the first text."""
 
 
 class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):

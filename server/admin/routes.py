@@ -14,12 +14,14 @@ from engine.transport.messages import ASLEEP, LATER
 from server.http.body import json_response
 from server.http.errors import Fault, fault_of
 from server.http.openapi import ANSWERS, PAGE_OF_METRICS
+from server.metrics.pages import MetricsPages
 from server.serving.state import STARTING_RETRY_S, AppState
 
 
 def admin_routes(state: AppState) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["Operations"])
+    pages = MetricsPages(state.metrics.page)
     get = partial(router.get, responses=ANSWERS)
 
     @get(
@@ -80,7 +82,7 @@ def admin_routes(state: AppState) -> APIRouter:
         responses=PAGE_OF_METRICS,
     )
     async def get_metrics(request: Request) -> Response:
-        page, content_type = state.metrics.page(request.headers.get("accept", ""))
+        page, content_type = await pages.get(request.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
 
     return router

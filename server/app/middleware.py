@@ -19,9 +19,8 @@ from config.native import panics_as_errors
 from server.anthropic.errors import is_messages, refusal
 from server.http.access_log import RequestRecord, attach_record, detach_record, record_of
 from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
-from server.http.fair_threads import client_of_task
+from server.http.fair_threads import client_of_task, current_client
 from server.http.pacing import LoopPacer
-from server.http.sse import EventStream
 from server.http.trusted_proxies import TrustedProxies
 from server.openai.schema.generation import MAX_REQUEST_ID_CHARACTERS, is_header_word
 from server.serving.state import AppState
@@ -137,13 +136,11 @@ class AuthMiddleware:
 
 class FastRouter:
     """Dispatches routes with a fixed path and a handler `(Request) -> Response` directly, bypassing
-    FastAPI; `app` gets all other requests. While responses are streamed, concurrent requests are
-    paced."""
+    FastAPI; `app` gets all other requests. Concurrent requests are paced, in turns of clients."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
         self._pacer = LoopPacer()
-        self._num_streams = 0
         self._routes = {
             (method, route.path): route
             for route in routes
@@ -152,22 +149,17 @@ class FastRouter:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = None
-        if scope["type"] == "http":
-            route = self._routes.get((scope["method"], scope["path"]))
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        await self._pacer.wait(current_client.get() or "")
+        route = self._routes.get((scope["method"], scope["path"]))
         if route is None:
             await self._app(scope, receive, send)
             return
         scope["route"] = route
-        if self._num_streams:
-            await self._pacer.wait()
         response = await route.endpoint(Request(scope, receive, send))
-        is_stream = isinstance(response, EventStream)
-        self._num_streams += is_stream
-        try:
-            await response(scope, receive, send)
-        finally:
-            self._num_streams -= is_stream
+        await response(scope, receive, send)
 
 
 class CorsMiddleware(CORSMiddleware):

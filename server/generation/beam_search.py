@@ -5,7 +5,7 @@ last block of the beam, and the engine puts the request at the head of the queue
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,12 @@ from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import UNSENT, AddRequest, Finish
 from server.generation.logprobs import PositionLogprobs, PromptLogprobs
 from server.generation.outputs import Delta, Prompt, Timing
-from server.generation.pipeline import Generation, Pipeline
+from server.generation.pipeline import (
+    TOKENS_PER_SEQUENCE,
+    Generation,
+    Pauses,
+    Pipeline,
+)
 from server.generation.sequence import Sequence
 from server.generation.validation import check_comparable
 
@@ -120,14 +125,16 @@ class BeamSearchGeneration:
         *,
         length_penalty: float = 1.0,
         param: str = "messages",
+        admit: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> "BeamSearchGeneration":
-        """Check the request and send the first step. Takes the arguments of `Pipeline.start` and
-        raises its exceptions; `params.n` is the beam width. A search uses only the end tokens, the
-        length and the output fields of `params`."""
+        """Check the request, call `admit` and send the first step. Takes the arguments of
+        `Pipeline.start` and raises its exceptions; `params.n` is the beam width. A search uses only
+        the end tokens, the length and the output fields of `params`."""
         check_length_penalty(length_penalty)
         check_comparable(pipeline.ready.logprobs_mode, "use_beam_search")
         params, output_limits = await pipeline.check_request(prompts, params, param)
+        admit()
         return cls(pipeline, prompts, params, output_limits, length_penalty, **options)
 
     def __init__(
@@ -175,7 +182,9 @@ class BeamSearchGeneration:
         self._is_over = False
         self.num_output_tokens = 0
         self._decode_s = 0.0
-        self._first_step = self._step = self._send_step(params.prompt_logprobs)
+        for _ in self._send_step(params.prompt_logprobs):
+            pass
+        self._first_step = self._step
 
     @property
     def engine(self) -> int:
@@ -218,12 +227,19 @@ class BeamSearchGeneration:
             self._first_step_ended_s = self._first_step_ended_s or now_s
             self._decode_s = now_s - self._first_step_ended_s
             next_tokens = iter([output.logprobs[0] for output in outputs if output.logprobs])
+            pauses = Pauses()
             for search in self._searches:
                 if search.running:
                     search.step([next(next_tokens) for _ in search.running])
+                    await pauses.after(len(search.running) * TOKENS_PER_SEQUENCE)
+            if self._is_over:
+                raise StopAsyncIteration
             if not any(search.running for search in self._searches):
                 break
-            self._step = self._send_step(None)
+            for num_tokens in self._send_step(None):
+                await pauses.after(num_tokens + TOKENS_PER_SEQUENCE)
+                if self._is_over:
+                    raise StopAsyncIteration
         self._is_over = True
         return list(self._deltas())
 
@@ -237,8 +253,9 @@ class BeamSearchGeneration:
         self._is_over = True
         self._step.abort()
 
-    def _send_step(self, prompt_logprobs: int | None) -> Generation:
-        """Request the next token of each running beam of each search."""
+    def _send_step(self, prompt_logprobs: int | None) -> Iterator[int]:
+        """Request the next token of each running beam of each search, in the new `_step`. Yields
+        the number of tokens of each request that was sent."""
         params = self._step_params.replace(prompt_logprobs=prompt_logprobs)
         running = [
             (prompt, prompt_bytes, images, beam)
@@ -248,7 +265,8 @@ class BeamSearchGeneration:
             for beam in search.running
         ]
         tokenizer = self._pipeline.tokenizer
-        step = Generation(self._pipeline.client, [prompt for prompt, _, _, _ in running], 1)
+        prompts = [prompt for prompt, _, _, _ in running]
+        step = self._step = Generation(self._pipeline.client, prompts, 1)
         try:
             for index, (prompt, prompt_bytes, images, beam) in enumerate(running):
                 tokens = prompt_bytes + np.asarray(beam.tokens, dtype="<u4").tobytes()
@@ -257,10 +275,10 @@ class BeamSearchGeneration:
                 )
                 queue = self._pipeline.client.add(request, self._terms)
                 step.open(Sequence(index, prompt, params, tokenizer), queue)
+                yield len(prompt.token_ids) + len(beam.tokens)
         except BaseException:
             step.abort()
             raise
-        return step
 
     def _deltas(self) -> Iterator[Delta]:
         width = self._params.n

@@ -79,7 +79,7 @@ class Pipeline:
         """
         params, limits = await self.check_request(prompts, params, param)
         generation = Generation(self.client, prompts, params.n)
-        pauses = _Pauses()
+        pauses = Pauses()
         try:
             for prompt_index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
                 tokens = memoryview(np.asarray(prompt.token_ids, dtype="<u4").tobytes())
@@ -159,7 +159,7 @@ class Pipeline:
         check_allowed_tokens(params, ready.eos_token_ids)
         num_ids = ready.prompt_vocab_size or ready.vocab_size
         limits = []
-        pauses = _Pauses()
+        pauses = Pauses()
         for prompt in prompts:
             limit = output_limit(
                 prompt, params, num_ids, ready.max_model_len, self._output_limits, param
@@ -226,7 +226,7 @@ class Pipeline:
         return params.replace_unchecked(bad_words=(), bad_words_token_ids=tuple(banned))
 
 
-class _Pauses:
+class Pauses:
     """Yields to the event loop after each MAX_TOKENS_AT_ONCE of work for a request."""
 
     def __init__(self) -> None:

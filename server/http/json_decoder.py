@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -268,23 +269,37 @@ def _text(data: bytes, start: int, end: int) -> Any:
         0 <= opens < closes and _is_blank(data, start, opens) and _is_blank(data, closes + 1, end)
     ):
         raise _invalid(f"bytes {start} to {end} are no string, list or object")
-    text, width = "", 1
-    position = opens + 1
+    return _joined(_text_parts(data, opens + 1, closes))
+
+
+def _text_parts(data: bytes, position: int, closes: int) -> Iterator[str]:
+    """Decode the content of a long string in parts of about TEXT_PIECE_BYTES. Raises UserError for
+    more than MAX_TEXT_BYTES of memory."""
+    length, width = 0, 1
     while position < closes:
         stop = min(position + TEXT_PIECE_BYTES, closes)
         if stop < closes:
             stop = _before_character(data, position, _before_escape(data, position, stop))
         part = _decoded(b'"' + data[position:stop] + b'"', position - 1)
-        width = max(width, _width(part))
-        if (size := (len(text) + len(part)) * width) > MAX_TEXT_BYTES:
+        length, width = length + len(part), max(width, _width(part))
+        if (size := length * width) > MAX_TEXT_BYTES:
             raise UserError(
                 f"the body has a text that takes at least {size} bytes, {width} for each "
                 f"character, at most {MAX_TEXT_BYTES} are taken"
             )
-        # Append in place (see `map_large_blocks`): joining all pieces at the end would map and copy
-        # 64 MiB in a single call, which takes 50 to 200 ms.
-        text += part
+        yield part
         position = stop
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """The concatenation, made in many short calls: `str.join` would map and copy 64 MiB in a single
+    call, which takes 50 to 200 ms."""
+    text = ""
+    # Python appends in place (see `map_large_blocks`) only in code that it has specialized: it
+    # counts the iterations of `for` loops, not of `while` loops. Otherwise each addition copies the
+    # whole text.
+    for part in parts:
+        text += part
     return text
 
 

@@ -1,4 +1,4 @@
-"""LoopPacer: spreads concurrent callers over iterations of the event loop."""
+"""LoopPacer: spreads concurrent callers over iterations of the event loop, in turns of clients."""
 
 import asyncio
 from collections import deque
@@ -9,17 +9,20 @@ less together: with a limit of 1, 64 concurrent requests took 40 % longer each."
 
 
 class LoopPacer:
-    """Lets MAX_PER_ITERATION callers proceed in each iteration of the event loop, in order of
-    arrival, so that other ready callbacks (mainly tokens of running streams) wait only for these
-    callers. The number of open connections bounds the queue."""
+    """Lets MAX_PER_ITERATION callers proceed in each iteration of the event loop, so that other
+    ready callbacks (mainly tokens of running streams) wait only for these callers. Clients take
+    turns; the callers of a client proceed in order of arrival. The number of open connections
+    bounds the queue."""
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """Callers by client, in the order of the clients' turns."""
         self._num_left = MAX_PER_ITERATION
         self._is_scheduled = False
 
-    async def wait(self) -> None:
-        """Wait for an iteration with fewer than MAX_PER_ITERATION callers."""
+    async def wait(self, client: str) -> None:
+        """Wait for an iteration with fewer than MAX_PER_ITERATION callers, and for the turn of
+        `client`."""
         loop = asyncio.get_running_loop()
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -28,14 +31,18 @@ class LoopPacer:
             self._num_left -= 1
         else:
             future = loop.create_future()
-            self._waiting.append(future)
+            self._waiting.setdefault(client, deque()).append(future)
             await future
 
     def _next_iteration(self) -> None:
         self._num_left = MAX_PER_ITERATION
         self._is_scheduled = bool(self._waiting)
         while self._waiting and self._num_left:
-            future = self._waiting.popleft()
+            client = next(iter(self._waiting))
+            callers = self._waiting.pop(client)
+            future = callers.popleft()
+            if callers:
+                self._waiting[client] = callers
             if not future.done():
                 future.set_result(None)
                 self._num_left -= 1

@@ -60,6 +60,8 @@ class PoolingStream:
         self._priority, self._cache_salt, self._name = priority, cache_salt, name
         self._adapter, self._terms = adapter, terms
         self._max_concurrent = max_concurrent
+        self._group = 0
+        """Key of the first input; 0: no input was sent."""
         self._queues: deque[tuple[int, RequestOutputQueue]] = deque()
         """Index and output queue of each input in the engine, oldest first."""
         self._vectors: dict[int, Vectors] = {}
@@ -147,6 +149,7 @@ class PoolingStream:
                 name=self._name,
                 pooling=item.params,
                 adapter=self._adapter,
+                group=self._group,
             )
             try:
                 queue = self._client.add(request, self._terms)
@@ -154,6 +157,7 @@ class PoolingStream:
                 if not self._queues:
                     raise
                 return
+            self._group = self._group or queue.key
             self._queues.append((index, queue))
             self._unsent.popleft()
 

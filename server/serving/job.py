@@ -246,6 +246,28 @@ def check_admission(state: AppState, body: GenerationBody, num_sequences: int, p
         )
 
 
+def _admit_beams(state: AppState, num_beams: int, param: str) -> None:
+    """Raise UserError for a search of too many beams, and Overloaded for too many beams in total:
+    the steps of a search are exempt from the limits on waiting requests, and must leave other
+    requests half of the queue."""
+    max_beams = max(1, state.config.max_queued_requests // 2)
+    if num_beams > max_beams:
+        raise UserError(
+            f"the request asks for {num_beams} beams, at most {max_beams} may be searched",
+            param=param,
+        )
+    num_running = sum(
+        tracker.num_sequences
+        for tracker in state.active_requests
+        if isinstance(tracker.stream, BeamSearchGeneration)
+    )
+    if num_running + num_beams > max_beams:
+        raise Overloaded(
+            f"{num_running} beams are searched and this request has {num_beams}, and at most "
+            f"{max_beams} may."
+        )
+
+
 def _check_priority(state: AppState, priority: int | None) -> None:
     if priority and not state.has_priorities:
         raise UserError(
@@ -378,7 +400,10 @@ async def start_job(
     if body.use_beam_search:
         penalty = 1.0 if body.length_penalty is None else body.length_penalty
         start = partial(
-            BeamSearchGeneration.start, state.generation_pipeline(), length_penalty=penalty
+            BeamSearchGeneration.start,
+            state.generation_pipeline(),
+            length_penalty=penalty,
+            admit=partial(_admit_beams, state, num_sequences, param),
         )
     visible_special_ids = frozenset() if parsers is None else parsers.marker_token_ids
     tracker = await start_tracked(

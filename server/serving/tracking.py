@@ -39,7 +39,7 @@ class RequestTracker(Generic[StreamT]):
         self.sent_s = time.perf_counter()
         """Time when the request was sent to the engine, in time.perf_counter() seconds."""
         self._trace = trace
-        self._num_sequences = self._num_open = num_sequences
+        self.num_sequences = self._num_open = num_sequences
         self._record = record
         self._metrics = metrics
         self._cancel_reason: str | None = None
@@ -120,7 +120,7 @@ class RequestTracker(Generic[StreamT]):
             self._metrics.sequence_ended(reason, self._num_open)
             self._finish_reasons[reason] = None
         self._write_record()
-        if self._num_tokens or self._num_open < self._num_sequences:
+        if self._num_tokens or self._num_open < self.num_sequences:
             self._observe_request()
         if self._trace is not None:
             self._trace(self)

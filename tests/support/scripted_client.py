@@ -76,6 +76,7 @@ class ScriptedQueue:
     images: list[ImagePlacement] = field(default_factory=list)
     encoded_images: list[EncodedImage] = field(default_factory=list)
     terms: RequestTerms = NO_TERMS
+    group: int = 0
 
     async def get(self) -> Update:
         update = await self.updates.get()
@@ -153,6 +154,7 @@ class ScriptedClient:
             request.adapter,
         )
         queue.terms = terms
+        queue.group = request.group
         queue.images, queue.encoded_images = request.images, request.encoded_images
         self.queues.append(queue)
         return queue

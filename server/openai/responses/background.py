@@ -11,6 +11,9 @@ from server.openai.responses.store import ResponseStore, StoredResponse
 from server.openai.responses.writer import ResponseWriter
 from server.serving.job import Job, sse_frames
 
+PIECE_BYTES = 64 * 2**10
+"""Size of the frames of a stored stream that are sent at once: some hundred frames."""
+
 
 class BackgroundResponse:
     """Runs `job` to its end and stores the response in `entry`; see `store.RunningResponse`."""
@@ -97,8 +100,13 @@ async def follow_events(entry: StoredResponse, after: int) -> AsyncIterator[byte
     while True:
         has_changed = entry.has_changed
         while position < len(events):
-            yield events[position]
-            position += 1
+            piece = bytearray()
+            while position < len(events) and len(piece) < PIECE_BYTES:
+                piece += events[position]
+                position += 1
+            yield bytes(piece)
+            # A send does not suspend while the socket takes bytes.
+            await asyncio.sleep(0)
         if entry.running is None:
             return
         await has_changed.wait()

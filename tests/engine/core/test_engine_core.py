@@ -83,6 +83,32 @@ def test_a_full_batch_keeps_the_index_of_what_goes_on_for_a_while() -> None:
     rig.check_output(0)
 
 
+@pytest.mark.parametrize("fair_share", [False, True])
+def test_a_new_request_has_its_turn_among_the_beams_of_many_searches(fair_share: bool) -> None:
+    rig = CoreRig(max_num_seqs=4, fair_share=fair_share)
+    beams = itertools.count(1_000)
+
+    def go_on(count: int) -> None:
+        for key in itertools.islice(beams, count):
+            rig.ledger.open(key)
+            sampling = SamplingParams(max_tokens=1)
+            rig.send(AddRequest(key, raw([key % 50] * 3), sampling, is_continuation=True))
+
+    go_on(60)
+    for _ in range(3):
+        rig.run(steps=1)
+        go_on(4)
+    rig.add(1, [4, 5], max_tokens=3)
+    rig.add(2, [6, 7], max_tokens=1)
+    for _ in range(14):
+        rig.run(steps=1)
+        go_on(4)
+
+    assert (rig.reason(1), rig.reason(2)) == ("length", "length")
+    assert sum(rig.reason(key) is not None for key in range(1_000, next(beams))) >= 25
+    rig.run()
+
+
 def test_an_index_is_kept_only_beside_others() -> None:
     rig = CoreRig(max_num_seqs=1)
     rig.ledger.open(0)

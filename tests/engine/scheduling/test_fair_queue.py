@@ -148,12 +148,12 @@ def test_the_order_of_one_tenant_is_that_of_arrival() -> None:
     assert [serve(queue) for _ in range(51)] == [*requests, None]
 
 
-def test_continuations_are_next_and_are_charged_to_their_tenant() -> None:
+def test_continuations_are_the_first_of_their_tenant_and_are_charged_to_it() -> None:
     queue, arrivals = FairQueue(), Arrivals()
     queue.add(arrivals.make(B))
+    queue.add(arrivals.make(A))
     beam = arrivals.make(A, is_continuation=True)
     queue.add(beam)
-    queue.add(arrivals.make(A))
 
     first = serve(queue)
     second = serve(queue)
@@ -161,6 +161,19 @@ def test_continuations_are_next_and_are_charged_to_their_tenant() -> None:
     assert first is beam
     assert second is not None and second.tenant == B
     assert queue.served[tenant_label(A)] == 20
+
+
+def test_the_continuations_of_a_tenant_do_not_stop_another_tenant() -> None:
+    queue, arrivals = FairQueue(), Arrivals()
+    for _ in range(1_000):
+        queue.add(arrivals.make(A, is_continuation=True))
+    for _ in range(5):
+        serve(queue)
+    queue.add(arrivals.make(B))
+
+    order = [request.tenant for _ in range(3) if (request := serve(queue)) is not None]
+
+    assert B in order
 
 
 def test_a_preempted_request_is_the_first_of_its_tenant_and_not_charged_again() -> None:

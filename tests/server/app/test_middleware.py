@@ -1,9 +1,15 @@
 """Middleware: API keys, CORS, request ids and log lines."""
 
+import asyncio
+import itertools
 import logging
 
 import pytest
 from http_rig import TalkingClient, in_memory, on_port
+from starlette.types import Receive, Scope, Send
+
+from server.app.middleware import FastRouter
+from server.http.pacing import MAX_PER_ITERATION
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 PAGE = {"origin": "https://page.example"}
@@ -196,3 +202,26 @@ async def test_a_broken_body_upload_does_no_harm() -> None:
             await rig.http.post("/v1/completions", content=broken())
 
         assert (await rig.complete()).status_code == 200
+
+
+async def test_requests_of_routes_with_parameters_are_paced() -> None:
+    num_answered, seen = 0, [0]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal num_answered
+        num_answered += 1
+
+    router = FastRouter(app, [])
+    scope = {"type": "http", "method": "GET", "path": "/v1/responses/resp_1"}
+
+    async def receive() -> None: ...
+
+    async def send(message: object) -> None: ...
+
+    calls = [asyncio.ensure_future(router(scope, receive, send)) for _ in range(50)]  # type: ignore[arg-type]
+    while not all(call.done() for call in calls):
+        await asyncio.sleep(0)
+        seen.append(num_answered)
+
+    assert num_answered == 50
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= MAX_PER_ITERATION

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from scripted_client import ScriptedQueue, columns
 
 from server.generation.beam_search import BeamSearch
 from server.generation.logprobs import PositionLogprobs, TokenLogprob
+from server.generation.pipeline import MAX_TOKENS_AT_ONCE, TOKENS_PER_SEQUENCE
 
 A, B, C, D = ids("abcd")
 CHAT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -147,6 +149,65 @@ async def test_a_search_nobody_waits_for_stops() -> None:
             await rig.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 2
         )
         assert not rig.state.active_requests
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    for _ in range(1_000):
+        if is_so():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not become so")
+
+
+async def test_the_beams_of_all_searches_leave_half_of_the_queue_to_others() -> None:
+    client = BranchingClient(2, {})
+    client.pace_s = 0.005
+    fields: dict[str, Any] = {"use_beam_search": True, "max_tokens": 2000}
+    async with on_port(client, max_queued_requests=12) as rig:
+        wide = await rig.complete(["p", "q"], n=4, **fields)
+        first = asyncio.create_task(rig.complete(["p", "q"], n=2, **fields))
+        await until(lambda: bool(rig.state.active_requests))
+        second = await rig.complete("p", n=3, **fields)
+        other = await rig.complete("p", n=2, max_tokens=1, logprobs=1)
+        first.cancel()
+        await until(lambda: not rig.state.active_requests)
+        third = await rig.complete("p", n=3, **{**fields, "max_tokens": 2})
+
+    assert wide.status_code == 400
+    assert "asks for 8 beams, at most 6 may" in wide.json()["error"]["message"]
+    assert second.status_code == 503
+    assert "4 beams are searched and this request has 3" in second.json()["error"]["message"]
+    assert other.status_code == third.status_code == 200
+
+
+async def test_a_step_of_many_beams_lets_other_requests_run() -> None:
+    num_beats = 0
+
+    async def beat() -> None:
+        nonlocal num_beats
+        while True:
+            num_beats += 1
+            await asyncio.sleep(0)
+
+    client = BranchingClient(2, {})
+    added, most_added = 0, 0
+    add = client.add
+
+    def counted(*args: Any, **kwargs: Any) -> ScriptedQueue:
+        nonlocal added, most_added, num_beats
+        added = added + 1 if num_beats == 0 else 1
+        most_added, num_beats = max(most_added, added), 0
+        return add(*args, **kwargs)
+
+    client.add = counted  # type: ignore[method-assign]
+    async with in_memory(client) as rig:
+        beating = asyncio.create_task(beat())
+        answer = await rig.complete(["p"] * 20, use_beam_search=True, n=10, max_tokens=3)
+        beating.cancel()
+
+    assert answer.status_code == 200, answer.text
+    assert len(client.queues) == 20 + 2 * 200
+    assert most_added <= MAX_TOKENS_AT_ONCE // TOKENS_PER_SEQUENCE + 1
 
 
 def test_a_search_ends_when_nothing_that_lives_can_beat_what_has_ended() -> None:

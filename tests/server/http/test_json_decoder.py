@@ -2,6 +2,8 @@
 
 import json
 import random
+import resource
+from types import FunctionType
 from typing import Any
 
 import msgspec
@@ -169,3 +171,16 @@ def test_a_later_key_wins_wherever_pieces_are_cut() -> None:
 def test_an_error_in_a_large_body_says_at_which_byte(data: bytes, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         decode_json(data)
+
+
+def test_a_long_text_is_not_copied_for_each_of_its_parts() -> None:
+    # A new code object, which the interpreter has not specialized yet, as in a new process.
+    joined = FunctionType(json_decoder._joined.__code__.replace(), {})
+    part = "word " * 100_000
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+    text = joined(part for _ in range(60))
+
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults
+    assert text == part * 60
+    assert faults < 4 * len(text) / resource.getpagesize(), f"{faults} pages were written"

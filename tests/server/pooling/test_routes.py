@@ -287,6 +287,16 @@ async def test_many_inputs_go_to_the_engine_some_at_a_time_and_come_back_in_orde
     assert most_open == MAX_CONCURRENT_INPUTS
 
 
+async def test_the_inputs_of_a_request_name_its_first_input_to_the_engine() -> None:
+    engine = client()
+    async with in_memory(engine) as rig:
+        await embed(rig, ["a", "b", "c"])
+        await rig.post("/rerank", {"query": "a", "documents": ["b", "c"]})
+
+    first, second = (queue.key for queue in engine.queues if not queue.group)
+    assert [queue.group for queue in engine.queues] == [0, first, first, 0, second, second]
+
+
 async def test_a_full_queue_refuses_only_a_request_with_nothing_in_the_engine() -> None:
     engine = client()
     engine_add, room = engine.add, 2

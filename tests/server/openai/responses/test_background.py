@@ -10,7 +10,13 @@ import pytest
 from http_rig import Rig, TalkingClient, in_memory, on_port
 
 from server.openai.responses import writer
-from server.openai.responses.store import EndedResponse, ended_response
+from server.openai.responses.background import PIECE_BYTES, follow_events
+from server.openai.responses.store import (
+    EndedResponse,
+    ItemHistory,
+    StoredResponse,
+    ended_response,
+)
 
 ROUTE = "/v1/responses"
 TEXT = "What is made in the background."
@@ -269,3 +275,29 @@ async def test_a_cancel_while_the_end_is_encoded_changes_nothing(
         assert cancelled.status_code == 200 and cancelled.json()["status"] != "cancelled"
         assert whole["status"] == "completed"
         assert threads.are_main == [False]
+
+
+async def test_replays_of_a_long_stream_let_other_requests_run() -> None:
+    events = [b"data: %d %s\n\n" % (number, b"x" * 200) for number in range(3_000)]
+    entry = StoredResponse("resp_1", "owner", ItemHistory(b"[]", None), events=events)
+    num_beats, pieces = 0, []
+
+    async def beat() -> None:
+        nonlocal num_beats
+        while True:
+            num_beats += 1
+            await asyncio.sleep(0)
+
+    async def replay() -> None:
+        data = [piece async for piece in follow_events(entry, -1)]
+        assert b"".join(data) == b"".join(events)
+        pieces.append(data)
+
+    beating = asyncio.create_task(beat())
+    await asyncio.gather(*(replay() for _ in range(20)))
+    beating.cancel()
+
+    num_pieces = len(pieces[0])
+    assert num_pieces <= sum(map(len, events)) / PIECE_BYTES + 1
+    assert max(map(len, pieces[0])) < PIECE_BYTES + 1_000
+    assert num_beats >= num_pieces

@@ -1,0 +1,41 @@
+"""MetricsPages: pages of /metrics, shared by the requests that wait for them."""
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from server.metrics.registry import openmetrics_version
+
+PAGE_GAP_S = 0.025
+"""Minimum time between pages of a format. A page takes about 6 ms of the event loop."""
+
+Page = tuple[bytes, str]
+"""Text and content type."""
+
+
+class MetricsPages:
+    """Makes at most one page of each format in PAGE_GAP_S. A page is made after the requests for it
+    have arrived, so it is never older than a request."""
+
+    def __init__(self, make: Callable[[str], Page]) -> None:
+        """`make`: makes the page for an Accept header."""
+        self._make = make
+        self._coming: dict[str | None, asyncio.Task[Page]] = {}
+        """Pages to be made, by OpenMetrics version."""
+        self._made_s: dict[str | None, float] = {}
+
+    async def get(self, accept: str) -> Page:
+        """The page in the format that `accept` prefers."""
+        version = openmetrics_version(accept)
+        if version not in self._coming:
+            self._coming[version] = asyncio.create_task(self._make_next(version, accept))
+        # A client that disconnects must not cancel the page of the others.
+        return await asyncio.shield(self._coming[version])
+
+    async def _make_next(self, version: str | None, accept: str) -> Page:
+        loop = asyncio.get_running_loop()
+        next_s = self._made_s.get(version, -math.inf) + PAGE_GAP_S
+        await asyncio.sleep(max(0.0, next_s - loop.time()))
+        del self._coming[version]
+        self._made_s[version] = loop.time()
+        return self._make(accept)
