@@ -171,7 +171,9 @@ def attention_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> I
         fused=spec.qkv_layout != "separate",
         fused_fields=f"({query.fields} + 2 * {key.fields})",
     ):
-        is_rotated = spec.interleaved_rope and VALUES not in weight.outputs
+        is_rotated = spec.interleaved_rope and weight.outputs != (VALUES,)
+        if is_rotated and VALUES in weight.outputs:
+            weight = weight._replace(interleaved_outputs=VALUES)
         weight = weight._replace(row_groups=kv_heads if spec.qkv_layout == "grouped" else None)
         yield _interleaved(weight, config, is_rotated)
     if spec.qk_norm not in ("none", "unweighted"):
