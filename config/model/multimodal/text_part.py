@@ -11,7 +11,7 @@ WHOLE_MODELS = frozenset(
     for name in (
         *("Gemma3", "Gemma3n", "Gemma4", "Idefics3", "InternVL", "Llama4", "Llava", "LlavaNext"),
         *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "SmolVLM"),
-        *("AyaVision", "DeepseekVL", "Mllama", "Qwen3_5", "Qwen3_5Moe", "VipLlava"),
+        *("AyaVision", "DeepseekVL", "Lfm2Vl", "Mllama", "Qwen3_5", "Qwen3_5Moe", "VipLlava"),
         *("Ernie4_5_VLMoe", "Glm4v", "Glm4vMoe", "Glm46V", "KimiK25", "KimiVL", "Kimi_K25"),
         *("Aria", "Granite4Vision", "InternS1", "MiniMaxM3Sparse", "PaddleOCRVL"),
         *("Qwen2Audio", "Qwen2_5Omni", "Qwen3OmniMoe", "Voxtral"),
