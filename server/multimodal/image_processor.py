@@ -36,7 +36,7 @@ INPUTS = (
 )
 """Processor outputs that vision towers take. Only the prompt text needs the other outputs."""
 OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Callable[..., Any]]] = {
-    "lfm2_vl": Lfm2VlImageProcessor,
+    **dict.fromkeys(("lfm2_vl", "lfm2-vl"), Lfm2VlImageProcessor),
     "llama4": Llama4ImageProcessor,
     "phi4_multimodal": Phi4ImageProcessor,
 }

@@ -53,7 +53,8 @@ _BY_MODEL_TYPE: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "idefics3": Idefics3Form,
     "smolvlm": Idefics3Form,
     "internvl": InternVLForm,
-    "lfm2_vl": Lfm2VlForm,
+    # transformers 4.57 writes the second name.
+    **dict.fromkeys(("lfm2_vl", "lfm2-vl"), Lfm2VlForm),
     "llama4": Llama4Form,
     "mllama": MllamaForm,
     "phi4_multimodal": Phi4Form,
