@@ -360,7 +360,20 @@ def context_bytes(
         seen = min(max_model_len, (limit or 0) + block_size + new)
         # The mask over cached tokens also exists in float32.
         windowed += _joined_bytes(new, seen, width, kv_width) + new * (seen - new) * 4
-    return full + windowed
+    indexed = 0
+    if indexer_of(config):
+        indexed = _joined_bytes(new, max_model_len, width, kv_width)
+        indexed += _index_bytes(config, num_cards, new * max_model_len, width)
+    return max(full, indexed) + windowed
+
+
+def _index_bytes(config: ModelConfig, num_cards: int, pairs: int, width: int) -> int:
+    """Bytes of the choice of blocks for `pairs` of a new and a visible token: float32 scores, the
+    masked scores and a float32 mask for each KV head, and the mask in the model's data type. With
+    several KV heads on a card the attention scores of all heads are in memory, three times."""
+    heads = config.kv_heads_per_rank(num_cards)
+    unfused = 3 * config.num_heads // num_cards * width if heads > 1 else 0
+    return pairs * (heads * (3 * 4 + width) + unfused)
 
 
 def _layers(config: ModelConfig) -> tuple[LayerSpec, ...]:

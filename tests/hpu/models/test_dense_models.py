@@ -23,6 +23,7 @@ from config.model.architectures import decoder_spec
 from config.model.families import gemma, gpt, mpt, normed
 from config.model.model_config import RopeConfig
 from config.model.read_config import read_model_config
+from hpu.distributed.process_groups import ProcessGroup
 from hpu.models.registry import build_model
 
 if transformers_before("5"):
@@ -498,6 +499,24 @@ def test_chatglm_is_a_glm_in_another_layout(name: str, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"architectures": [name], **CHATGLM}))
 
     assert_equal_to_transformers(folder, original)
+
+
+def test_ranks_of_a_chatglm_have_the_shards_of_a_glm(tmp_path: Path) -> None:
+    fields = {
+        "head_dim": 16,
+        "attention_bias": True,
+        **rope(rope_theta=25000.0, partial_rotary_factor=0.5),
+    }
+    original = make_tiny("glm", tmp_path / "glm", **fields)
+    folder = make_tiny("glm", tmp_path / "chatglm", **fields)
+    rewrite(folder, chatglm(load_file(folder / WEIGHTS)))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["ChatGLMModel"], **CHATGLM}))
+
+    for size, rank in ((2, 1), (4, 2)):
+        group = ProcessGroup(range(size), rank)
+        expected, found = (load_decoder(one, group=group) for one in (original, folder))
+        pairs = zip(found.parameters(), expected.parameters(), strict=True)
+        assert all(torch.equal(own, other) for own, other in pairs)
 
 
 @pytest.mark.parametrize(

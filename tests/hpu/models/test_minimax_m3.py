@@ -23,7 +23,7 @@ from config.errors import ConfigError
 from config.model.architectures import decoder_spec
 from config.model.read_config import read_model_config
 from config.startup_checks import check_model_config
-from hpu.model_loader.size_estimate import kv_block_bytes
+from hpu.model_loader.size_estimate import context_bytes, kv_block_bytes
 from hpu.models.decoder import Decoder
 from hpu.quantization.kv_cache import Int8Format
 
@@ -92,6 +92,19 @@ def test_index_keys_are_counted_beside_keys_and_values(folder: Path) -> None:
     numbers = sum(a * b * c for layer in shapes for a, b, c in layer)
     size = kv_block_bytes(read_model_config(str(folder)), num_cards=1, width=2, block_size=4)
     assert size == 2 * numbers
+
+
+def test_the_plan_has_a_mask_of_the_chosen_blocks(folder: Path, tmp_path: Path) -> None:
+    dense = read_model_config(change(folder, tmp_path, layer_types=["full_attention"] * 3))
+    sizes: dict[str, Any] = {"width": 2, "num_tokens": 64, "max_model_len": 512, "block_size": 4}
+
+    found = [
+        context_bytes(config, num_cards=2, slices=(128, 32), **sizes)
+        for config in (dense, read_model_config(str(folder)))
+    ]
+
+    # One KV head on a card: scores twice and a mask in float32, and a mask in 16 bits.
+    assert found[1] >= 64 * 512 * (3 * 4 + 2) > found[0]
 
 
 @torch.inference_mode()
