@@ -31,7 +31,7 @@ from config.model.pooler import PoolerConfig, choose_pooler
 from config.model.quantization.inc import INC, MODULE, PACKAGE, read_quant_config
 from config.model.quantization.registry import METHODS
 from config.model.read_config import read_model_config
-from config.model.split import check_split, check_stages
+from config.model.split import check_split, check_stages, indexer_of
 from config.version import install_command
 
 EMULATOR_MAX_MODEL_LEN = 512
@@ -97,6 +97,7 @@ def check_model_config(
         )
     if is_built_in:
         check_operations(facts)
+        _check_block_size(config, facts)
         _check_ranks(config, facts, is_pooling=pooler is not None)
     choose_context(config, facts, pooler)
     chosen_quantization(config.quantization, facts)
@@ -172,6 +173,16 @@ def _check_compressor(config: EngineConfig, facts: ModelConfig, *, is_built_in: 
         raise ConfigError(
             f"quantization is {INC}, and Intel Neural Compressor is not installed here: "
             f"pip install {PACKAGE}"
+        )
+
+
+def _check_block_size(config: EngineConfig, facts: ModelConfig) -> None:
+    """Raise ConfigError if the block size differs from the block size of the model's indexer."""
+    indexer, size = indexer_of(facts), config.cache.block_size
+    if indexer and size and size != indexer.block_size:
+        raise ConfigError(
+            f"--block-size is {size}, and the indexer of {facts.path} chooses blocks of "
+            f"{indexer.block_size} keys: leave --block-size out"
         )
 
 

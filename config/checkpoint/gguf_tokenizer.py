@@ -7,6 +7,7 @@ and rules for `tokenizer.ggml.pre`.
 from collections.abc import Mapping
 from typing import Any
 
+from config.checkpoint.byte_level import LLAMA3_SPLIT, byte_alphabet
 from config.checkpoint.gguf_metadata import GgufFile
 from config.errors import ConfigError
 from config.model.json_fields import shown
@@ -21,11 +22,7 @@ _SPACE = "\u2581"
 
 # Rules that split text before merging, as published by each family. The merges of a vocabulary were
 # learned on exactly these pieces.
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN2 = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 _WORD = r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,9 +38,9 @@ _QWEN35 = (
 )
 _SPLITS = {
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), _LLAMA3
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), LLAMA3_SPLIT
     ),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), _LLAMA3),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), LLAMA3_SPLIT),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
     "tekken": _TEKKEN,
@@ -93,14 +90,6 @@ def tokenizer_files(file: GgufFile) -> dict[str, dict[str, Any]] | None:
     tokenizer = {"version": "1.0", "truncation": None, "padding": None}
     tokenizer.update(builders[kind](file))
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": _tokenizer_config(file)}
-
-
-def byte_alphabet() -> list[str]:
-    """The character of each byte in a byte-level vocabulary: its own if it is printable, else the
-    next one from U+0100 on (as in GPT-2)."""
-    shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return [chr(byte if byte in shown else 0x100 + hidden.index(byte)) for byte in range(256)]
 
 
 def _tokens(file: GgufFile) -> list[tuple[str, int]]:

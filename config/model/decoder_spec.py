@@ -62,14 +62,32 @@ class LayerSpec(NamedTuple):
     images; attention and MLP each add tanh(gate) times their output, and add nothing in a text
     without images."""
     feed_forward: Literal["mlp", "moe"] = "mlp"
+    indexed: bool = False
+    """Whether DecoderSpec.indexer chooses the blocks of keys that a query attends to."""
 
 
 class ClampedSwiGLU(NamedTuple):
-    """(min(max(up, -limit), limit) + 1) * gate * sigmoid(alpha * gate), with gate at most `limit`.
-    Gate and up are interleaved in the rows of their weight."""
+    """(min(max(up, -limit), limit) + 1) * gate * sigmoid(alpha * gate), with gate at most
+    `limit`."""
 
     alpha: float
     limit: float
+    interleaved: bool = True
+    """Whether gate and up are interleaved in the rows of their weight, instead of gate before
+    up."""
+
+
+class IndexerSpec(NamedTuple):
+    """Indexer of block-sparse attention (MiniMax-M3). A query attends to the `top_blocks` blocks of
+    `block_size` keys that have the highest products of an index query and an index key; the last
+    `local_blocks` blocks are always among them."""
+
+    num_heads: int
+    """Heads of the index queries, as many as KV heads: each chooses blocks for a KV head."""
+    head_dim: int
+    block_size: int
+    top_blocks: int
+    local_blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +258,9 @@ class DecoderSpec:
     mla: MLASpec | None = None
     """Spec of latent attention, which all layers have or none has."""
 
+    indexer: IndexerSpec | None = None
+    """Indexer of the layers with `indexed`."""
+
     mamba2: Mamba2Spec | None = None
     """Spec of the Mamba 2 layers."""
     gated_delta: GatedDeltaSpec | None = None
@@ -249,6 +270,8 @@ class DecoderSpec:
     attention_gate: bool = False
     """Whether q_proj also gives a gate after each query head, whose sigmoid scales the head's
     output."""
+    mlp_swiglu: ClampedSwiGLU | None = None
+    """Activation of the MLPs and of the shared expert; None: the model's activation."""
     mlp_size: int | None = None
     """Inner features of the MLPs without experts; None: intermediate_size."""
     merged_mlp: bool = False

@@ -13,6 +13,11 @@ OTHER_NAMES = {
 }
 """Usual field name -> names that GPT-2, Falcon, OPT and related families use."""
 
+GENERATORS = dict.fromkeys(
+    ("ChatGLMModel", "ChatGLMForConditionalGeneration"), "ChatGLMForCausalLM"
+)
+"""Architectures that have an output head, which their name does not say -> a name that does."""
+
 HEADLESS_ENDINGS = (
     "TextModel",
     "Model",

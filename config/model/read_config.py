@@ -11,7 +11,7 @@ from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES, nearest
 from config.model.decoder_spec import Family
 from config.model.encoder import encoder_fields, with_usual_encoder_names
-from config.model.family_fields import causal_name, with_usual_names
+from config.model.family_fields import GENERATORS, causal_name, with_usual_names
 from config.model.json_fields import Fields, Json, read_json, shown
 from config.model.model_config import (
     DEFAULT_THETA,
@@ -116,7 +116,7 @@ def _architecture(fields: Fields) -> str:
             f"{fields.file} describes a {names[0]} with an encoder and a decoder, which is not "
             f"supported; {nearest(names[0])}"
         )
-    return names[0]
+    return GENERATORS.get(names[0], names[0])
 
 
 def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) -> Fields:

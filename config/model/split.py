@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from config.errors import ConfigError
 from config.model.architectures import ARCHITECTURES, decoder_spec
-from config.model.decoder_spec import MLASpec
+from config.model.decoder_spec import IndexerSpec, MLASpec
 from config.model.model_config import ModelConfig
 from config.model.state_space import Divided, StateSpec
 from config.parallel import Stage
@@ -101,6 +101,11 @@ def _mlp_size(config: ModelConfig) -> int:
 def latents_of(config: ModelConfig) -> MLASpec | None:
     """Latent attention of a built-in model; None without latent attention."""
     return decoder_spec(config).mla if config.architecture in ARCHITECTURES else None
+
+
+def indexer_of(config: ModelConfig) -> IndexerSpec | None:
+    """Indexer of a built-in model's layers; None without an indexer."""
+    return decoder_spec(config).indexer if config.architecture in ARCHITECTURES else None
 
 
 def states_of(config: ModelConfig) -> tuple[StateSpec, ...]:

@@ -69,6 +69,8 @@ class AttentionKind:
     """Queries are multiplied with the metadata's query_scale."""
     shares_kv: bool = False
     """The layer reads the keys and values of an earlier layer and writes no cache."""
+    index_dim: int = 0
+    """Size of the index keys that an indexer caches; 0: no indexer."""
     has_gate: bool = False
     """The projection returns a gate after each query head; its sigmoid multiplies the output of the
     head."""
@@ -232,7 +234,11 @@ class PagedAttention(nn.Module):
         self.kv_cache_spec = None
         if not kind.shares_kv:
             self.kv_cache_spec = KVCacheSpec(
-                shape.num_kv_heads, shape.head_dim, dtype, kind.visibility.limit
+                shape.num_kv_heads,
+                shape.head_dim,
+                dtype,
+                kind.visibility.limit,
+                index_dim=kind.index_dim,
             )
         self._writes: Writes = "never" if kind.shares_kv else "first"
         self.impl: AttentionImpl = PlainAttention()
@@ -241,6 +247,8 @@ class PagedAttention(nn.Module):
         self._soft_cap = kind.soft_cap
         self._index = kind.index
         self._sees_all = kind.visibility == FULL
+        # The masks of an indexer are not sliced.
+        self._is_sliced = self._sees_all and not kind.index_dim
         self._dtype = dtype
         self.format: KVCacheFormat | None = None
         """Format of the caches; None: the data type of the layer."""
@@ -356,7 +364,7 @@ class PagedAttention(nn.Module):
         if self._encoded is not None:
             seen = (self._encoded[0].rounded(key), self._encoded[1].rounded(value))
         operands = prompt_operands(
-            query, *seen, metadata, read, index=self._index, sees_all=self._sees_all
+            query, *seen, metadata, read, index=self._index, is_sliced=self._is_sliced
         )
         if self._writes == "last":
             # Write after the context was read: in a ring the new tokens overwrite context.
@@ -390,12 +398,12 @@ def prompt_operands(
     read: Callable[[Tensor], tuple[Tensor, Tensor]],
     *,
     index: int = 0,
-    sees_all: bool = True,
+    is_sliced: bool = True,
 ) -> PromptOperands:
     """Operands of a prompt kernel: new tokens (B, Q, heads or kv_heads, D), and the masks of the
     launch. `read` maps a block list of the cached context to its keys and values (B, kv_heads,
-    tokens, D)."""
-    slices = metadata.slices if sees_all else ()
+    tokens, D). `is_sliced`: whether the slices of the launch, if it has slices, apply."""
+    slices = metadata.slices if is_sliced else ()
     context, block_list = None, metadata.block_lists[index]
     if block_list.shape[0] and not slices:
         context = read(block_list)

@@ -26,15 +26,23 @@ class KVCacheSpec(NamedTuple):
     """Whether there is a value cache. False for latents: one cache holds keys and values."""
     format: KVCacheFormat | None = None
     """Format of the cache; None: numbers in `dtype`."""
+    index_dim: int = 0
+    """Size of the index key of each token, in a third cache; 0: no such cache."""
 
     def shapes(self, num_blocks: int, block_size: int, num_rings: int) -> tuple[Shape, ...]:
-        """Shapes of the key and value caches, or of the single cache of latents, for `num_blocks`
-        blocks. A layer with a window has `num_rings` rings instead; `num_rings` 0: blocks."""
+        """Shapes of the key and value caches and of the cache of index keys, or of the single cache
+        of latents, for `num_blocks` blocks. A layer with a window has `num_rings` rings instead;
+        `num_rings` 0: blocks."""
         if num_rings and self.window is not None:
             num_blocks = num_rings * ring_blocks(self.window, block_size)
-        size = self.head_dim if self.format is None else self.format.row_size(self.head_dim)
-        shape = (num_blocks * block_size, self.num_kv_heads, size)
-        return (shape, shape) if self.has_values else (shape,)
+        shape = (num_blocks * block_size, self.num_kv_heads, self._row_size(self.head_dim))
+        shapes = (shape, shape) if self.has_values else (shape,)
+        if not self.index_dim:
+            return shapes
+        return (*shapes, (shape[0], 1, self._row_size(self.index_dim)))
+
+    def _row_size(self, head_dim: int) -> int:
+        return head_dim if self.format is None else self.format.row_size(head_dim)
 
 
 class AttentionLayer(Protocol):

@@ -9,8 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from config.model.decoder_spec import TemperatureTuning
+from config.model.decoder_spec import IndexerSpec, TemperatureTuning
 from config.model.window_cache import ring_blocks
+from hpu.layers.index_metadata import (
+    DecodeIndex,
+    PrefillIndex,
+    decode_index,
+    prefill_index,
+)
 from hpu.layers.state_cache import StateMetadata, decode_states, prefill_states
 from hpu.ops.attention import MASKED, as_mask, causal_mask, mask_in
 from hpu.ops.kernels import AttentionForm, ContextSlice
@@ -221,6 +227,8 @@ class PrefillMetadata(NamedTuple):
     """Inputs of layers with a state."""
     cross: CrossMetadata | None = None
     """Inputs of cross attention; None: no token sees an image."""
+    block_index: PrefillIndex | None = None
+    """Inputs of layers that choose blocks of keys."""
 
 
 class DecodeBlocks(NamedTuple):
@@ -255,6 +263,8 @@ class DecodeMetadata(NamedTuple):
     """Inputs of layers with a state."""
     cross: CrossMetadata | None = None
     """Inputs of cross attention; None: no token sees an image."""
+    block_index: DecodeIndex | None = None
+    """Inputs of layers that choose blocks of keys."""
 
 
 AttentionMetadata = PrefillMetadata | DecodeMetadata
@@ -319,6 +329,29 @@ def state_metadata(inputs: AttentionInputs) -> StateMetadata:
         return decode_states(inputs.state_indices, inputs.positions)
     length = inputs.positions.shape[1]
     return prefill_states(inputs.state_indices, inputs.query_lens, inputs.context_lens, length)
+
+
+def with_block_index(
+    metadata: AttentionMetadata,
+    inputs: AttentionInputs,
+    spec: IndexerSpec,
+    form: AttentionForm | None,
+) -> AttentionMetadata:
+    """`metadata` with the inputs of layers that choose blocks of keys."""
+    size, num_local = spec.block_size, spec.local_blocks
+    if isinstance(metadata, DecodeMetadata):
+        assert isinstance(inputs, DecodeAttentionInputs)
+        rows, positions = metadata.blocks[0].rows, inputs.positions.view(-1)
+        index = decode_index(positions, rows, inputs.block_starts, size, num_local)
+        return metadata._replace(block_index=index)
+    batch, length = inputs.positions.shape
+    context_lens, num_cached = torch.zeros_like(inputs.positions[:, 0]), 0
+    if isinstance(inputs, PrefillAttentionInputs):
+        context_lens = inputs.context_lens
+        num_cached = inputs.block_list.shape[0] // batch * size
+    dtype = form.prompt_dtype if form else None
+    found = prefill_index(context_lens, length, num_cached, size, num_local)
+    return metadata._replace(block_index=found._replace(joined_dtype=dtype))
 
 
 def cross_metadata(tiles: Tensor, spans: Tensor, embeddings_per_tile: int) -> CrossMetadata:

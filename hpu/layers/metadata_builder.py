@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from config.model.decoder_spec import TemperatureTuning
+from config.model.decoder_spec import IndexerSpec, TemperatureTuning
 from hpu.layers.metadata import (
     AttentionInputs,
     AttentionMetadata,
@@ -15,6 +15,7 @@ from hpu.layers.metadata import (
     images_metadata,
     make_rings,
     state_metadata,
+    with_block_index,
 )
 from hpu.ops.kernels import AttentionForm
 
@@ -66,8 +67,8 @@ class MetadataBuilder(nn.Module):
 
 
 class WiderMetadataBuilder(MetadataBuilder):
-    """MetadataBuilder for models with states or cross attention. A separate class, because a
-    compiled decoder checks every attribute that it reads in each launch."""
+    """Builder for models with states, cross attention or indexers. A separate class, because
+    a compiled decoder checks every attribute that it reads in each launch."""
 
     def __init__(
         self,
@@ -75,13 +76,15 @@ class WiderMetadataBuilder(MetadataBuilder):
         *,
         has_states: bool,
         embeddings_per_tile: int,
+        indexer: IndexerSpec | None,
         **arguments: Any,
     ) -> None:
         """`has_states`: whether some layers have a state. `embeddings_per_tile`: embeddings of an
-        image tile for cross attention; 0: no cross attention. `arguments`: arguments of
-        MetadataBuilder."""
+        image tile for cross attention; 0: no cross attention. `indexer`: indexer of the layers that
+        choose blocks of keys. `arguments`: arguments of MetadataBuilder."""
         super().__init__(kinds, **arguments)
         self._has_states = has_states
+        self._indexer = indexer
         self._embeddings_per_tile = embeddings_per_tile
 
     def forward(self, inputs: AttentionInputs) -> AttentionMetadata:
@@ -91,4 +94,6 @@ class WiderMetadataBuilder(MetadataBuilder):
         if self._embeddings_per_tile:
             cross = images_metadata(inputs, self._embeddings_per_tile)
             metadata = metadata._replace(cross=cross)
+        if self._indexer:
+            metadata = with_block_index(metadata, inputs, self._indexer, self.attention_form)
         return metadata

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from config.checkpoint.operations import HIDDEN_ACTS, Activation
 from config.errors import ConfigError
+from config.model.decoder_spec import ClampedSwiGLU
 from config.model.json_fields import shown
 from hpu.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 
@@ -33,6 +34,29 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
+def gated_activation(activation: str | ClampedSwiGLU) -> Callable[[Tensor], Tensor]:
+    """Function of (..., 2 * inner) features: act(gate) * up for the checkpoint's name of an
+    activation, with gate before up, or a clamped SwiGLU. Raises ConfigError."""
+    if isinstance(activation, ClampedSwiGLU):
+        return partial(_clamped_swiglu, form=activation)
+    function = get_activation(activation)
+
+    def apply(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return function(gate) * up
+
+    return apply
+
+
+def _clamped_swiglu(gate_up: Tensor, form: ClampedSwiGLU) -> Tensor:
+    if form.interleaved:
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    else:
+        gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=form.limit)
+    return (up.clamp(-form.limit, form.limit) + 1) * (gate * torch.sigmoid(form.alpha * gate))
+
+
 class GatedMLP(nn.Module):
     """down(act(gate) * up), with gate and up in one matrix product."""
 
@@ -40,17 +64,16 @@ class GatedMLP(nn.Module):
         self,
         gate_up_proj: MergedColumnParallelLinear,
         down_proj: RowParallelLinear,
-        activation: str,
+        activation: str | ClampedSwiGLU,
     ) -> None:
         super().__init__()
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
-        self._activation = get_activation(activation)
+        self._activation = gated_activation(activation)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, Q, hidden) -> (B, Q, hidden)."""
-        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        return self.down_proj(self._activation(gate) * up)  # type: ignore[no-any-return]
+        return self.down_proj(self._activation(self.gate_up_proj(hidden)))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):

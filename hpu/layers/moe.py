@@ -4,7 +4,6 @@ Module paths are the paths of vLLM's models: `gate` and `experts` of the feed-fo
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from config.model.decoder_spec import ClampedSwiGLU
 from hpu.distributed.process_groups import SINGLE, ExpertGroup, ProcessGroup
 from hpu.layers.linear import ReplicatedLinear
-from hpu.layers.mlp import GatedMLP, get_activation
+from hpu.layers.mlp import GatedMLP, gated_activation
 from hpu.ops.kernels import ExpertWeights, Kernels, MoEImpl
 from hpu.quantization.base import MoEMethod
 from hpu.quantization.quantized_weight import StackedWeights
@@ -104,29 +103,6 @@ class SparseMixer:
         return torch.cat(ids, dim=-1), torch.cat(weights, dim=-1)
 
 
-def _gated(name: str) -> Callable[[Tensor], Tensor]:
-    """act(gate) * up on (..., 2 * inner) features, gate before up. Raises ConfigError."""
-    activation = get_activation(name)
-
-    def apply(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return activation(gate) * up
-
-    return apply
-
-
-def _clamped_swiglu(form: ClampedSwiGLU) -> Callable[[Tensor], Tensor]:
-    """Clamped SwiGLU `form` on (..., 2 * inner) features, gate and up interleaved."""
-    alpha, limit = form
-
-    def apply(gate_up: Tensor) -> Tensor:
-        gate = gate_up[..., ::2].clamp(max=limit)
-        up = gate_up[..., 1::2].clamp(-limit, limit)
-        return (up + 1) * (gate * torch.sigmoid(alpha * gate))
-
-    return apply
-
-
 class Experts(nn.Module):
     """Stacked gated MLPs. Tensor parallelism shards the inner features of each expert; expert
     parallelism gives each rank consecutive whole experts. Outputs are summed over the ranks, which
@@ -158,10 +134,8 @@ class Experts(nn.Module):
         super().__init__()
         self.dtype = dtype
         self.device = device
-        if isinstance(activation, str):
-            self.activation, self.activation_name = _gated(activation), activation
-        else:
-            self.activation, self.activation_name = _clamped_swiglu(activation), SWIGLU_OAI
+        self.activation = gated_activation(activation)
+        self.activation_name = activation if isinstance(activation, str) else SWIGLU_OAI
         self.activation_form = activation
         """The `activation` argument."""
         self.keeps_method = False

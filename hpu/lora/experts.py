@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from config.errors import ConfigError
-from hpu.layers.moe import SWIGLU_OAI, Experts
+from config.model.decoder_spec import ClampedSwiGLU
+from hpu.layers.moe import Experts
 from hpu.lora.adapter_weights import LowRank
 from hpu.lora.context import LoRAContext
 from hpu.protocol import NO_SLOT
@@ -154,8 +155,10 @@ def wrap_experts(
             "leave them out"
         )
     inner = experts.expert_cost // (3 * hidden_size)
+    form = experts.activation_form
     # Interleaved rows of gate and up form a single output.
-    sizes = [2 * inner] if experts.activation_name == SWIGLU_OAI else [inner, inner]
+    is_interleaved = isinstance(form, ClampedSwiGLU) and form.interleaved
+    sizes = [2 * inner] if is_interleaved else [inner, inner]
     w13 = ExpertSlots(experts.num_experts, hidden_size, sizes, context)
     w2 = ExpertSlots(experts.num_experts, inner, [hidden_size], context)
     experts.method = LoRAMoEMethod(experts.method, context, w13, w2)

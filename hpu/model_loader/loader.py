@@ -506,6 +506,11 @@ def _ungrouped(tensor: Tensor, spec: WeightSpec, num_groups: int) -> Tensor:
 def _in_halves(tensor: Tensor, spec: WeightSpec, size: int) -> Tensor:
     """De-interleave rotary dimensions: within a head, the first elements of all rotated pairs
     precede the second elements."""
+    if spec.interleaved_outputs is not None:
+        outputs = spec.outputs[: spec.interleaved_outputs]
+        rows = sum(spec.output_sizes[output] for output in outputs)
+        rotated = _in_halves(tensor[:rows], spec._replace(interleaved_outputs=None), size)
+        return torch.cat((rotated, tensor[rows:]))
     dim, start = spec.interleaved_dim, spec.interleaved_start
     end, rotated_end = start + size, start + (spec.rotated_size or size)
     heads = tensor.reshape(*tensor.shape[:dim], -1, end, *tensor.shape[dim + 1 :])

@@ -13,7 +13,7 @@ from config.checkpoint.weight_maps.shard import ShardRank, shard_of
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.decoder_spec import LayerSpec, uniform_layers
 from config.model.model_config import ModelConfig
-from config.model.split import cross_layers_of, latents_of, states_of
+from config.model.split import cross_layers_of, indexer_of, latents_of, states_of
 from config.model.window_cache import CacheSizes, ring_blocks
 from config.parallel import WHOLE, Stage
 
@@ -206,7 +206,8 @@ def kv_block_bytes(
         return config.cached_numbers // num_cards * width * block_size
     num_layers = len(stage.layers(config.num_layers)) - len(states_of(config))
     num_layers -= cross_layers_of(config)
-    return num_layers * _cached_size(config, num_cards) * width * block_size
+    token = num_layers * _cached_size(config, num_cards) + _index_size(config, stage)
+    return token * width * block_size
 
 
 def kv_cache_sizes(
@@ -233,6 +234,14 @@ def _cached_size(config: ModelConfig, num_cards: int) -> int:
     """Elements that a layer caches per token on a card."""
     mla = latents_of(config)
     return _kv_size(config, num_cards) if mla is None else mla.latent_size
+
+
+def _index_size(config: ModelConfig, stage: Stage) -> int:
+    """Elements of the index keys that the layers of a stage cache per token on a card."""
+    indexer, layers = indexer_of(config), _layers(config)
+    if not indexer:
+        return 0
+    return indexer.head_dim * sum(layers[i].indexed for i in stage.layers(len(layers)))
 
 
 def state_bytes(config: ModelConfig, *, width: int, num_seqs: int, num_cards: int = 1) -> int:
@@ -351,7 +360,20 @@ def context_bytes(
         seen = min(max_model_len, (limit or 0) + block_size + new)
         # The mask over cached tokens also exists in float32.
         windowed += _joined_bytes(new, seen, width, kv_width) + new * (seen - new) * 4
-    return full + windowed
+    indexed = 0
+    if indexer_of(config):
+        indexed = _joined_bytes(new, max_model_len, width, kv_width)
+        indexed += _index_bytes(config, num_cards, new * max_model_len, width)
+    return max(full, indexed) + windowed
+
+
+def _index_bytes(config: ModelConfig, num_cards: int, pairs: int, width: int) -> int:
+    """Bytes of the choice of blocks for `pairs` of a new and a visible token: float32 scores, the
+    masked scores and a float32 mask for each KV head, and the mask in the model's data type. With
+    several KV heads on a card the attention scores of all heads are in memory, three times."""
+    heads = config.kv_heads_per_rank(num_cards)
+    unfused = 3 * config.num_heads // num_cards * width if heads > 1 else 0
+    return pairs * (heads * (3 * 4 + width) + unfused)
 
 
 def _layers(config: ModelConfig) -> tuple[LayerSpec, ...]:

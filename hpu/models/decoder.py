@@ -22,6 +22,7 @@ from config.parallel import WHOLE, Stage
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.layers.attention import AttentionKind, HeadShape, SelfAttention
 from hpu.layers.attention_base import AttentionLayer, Shape
+from hpu.layers.block_indexer import BlockIndexer, IndexedAttention
 from hpu.layers.cross_attention import CrossAttention
 from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hpu.layers.gated_delta import GatedDeltaNet
@@ -351,10 +352,15 @@ class Decoder(LoadableModel):
             "temperature": self.spec.temperature,
         }
         size = self._embeddings_per_tile
-        if not (self.spec.states or size):
+        indexer = self.spec.indexer
+        if not (self.spec.states or size or indexer):
             return MetadataBuilder(self._kinds, **arguments)
         return WiderMetadataBuilder(
-            self._kinds, has_states=bool(self.spec.states), embeddings_per_tile=size, **arguments
+            self._kinds,
+            has_states=bool(self.spec.states),
+            embeddings_per_tile=size,
+            indexer=indexer,
+            **arguments,
         )
 
     def _placed_layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
@@ -389,7 +395,8 @@ class Decoder(LoadableModel):
     def _dense_attention(self, path: str, layer: LayerSpec) -> SelfAttention:
         config, spec, shape = self.config, self.spec, self.shape
         visibility = Visibility(layer.window, layer.chunk)
-        return SelfAttention(
+        make = IndexedAttention if layer.indexed else SelfAttention
+        attention = make(
             shape,
             qkv_proj=QKVParallelLinear(
                 config.hidden_size,
@@ -417,8 +424,29 @@ class Decoder(LoadableModel):
                 norm_after_rotation=spec.qk_norm_after_rope,
                 clip=config.clip_qkv,
                 tunes_temperature=layer.tunes_temperature,
+                index_dim=spec.indexer.head_dim if spec.indexer and layer.indexed else 0,
                 has_gate=spec.attention_gate,
             ),
+        )
+        if isinstance(attention, IndexedAttention):
+            attention.indexer = self._block_indexer(path, visibility)
+        return attention
+
+    def _block_indexer(self, path: str, visibility: Visibility) -> BlockIndexer:
+        hidden, eps, spec = self.config.hidden_size, self.config.rms_norm_eps, self.spec.indexer
+        assert spec, "a layer with an indexer has a spec of it"
+        size, path = spec.head_dim, f"{path}.indexer"
+        # Like KV heads, index heads are replicated if there are fewer heads than ranks.
+        query_size = max(spec.num_heads, self.group.size) * size
+        return BlockIndexer(
+            spec,
+            q_proj=ColumnParallelLinear(
+                hidden, query_size, **self._options(f"{path}.q_proj", hidden)
+            ),
+            k_proj=ReplicatedLinear(hidden, size, **self._options(f"{path}.k_proj", hidden)),
+            q_norm=RMSNorm(size, eps, **self._norm_options),
+            k_norm=RMSNorm(size, eps, **self._norm_options),
+            index=self._kinds.index(visibility),
         )
 
     def _cross_attention(self, path: str, layer: LayerSpec) -> CrossAttention:
@@ -647,7 +675,8 @@ class Decoder(LoadableModel):
             bias=self.spec.mlp_bias,
             **self._options(f"{path}.gate_up_proj", hidden),
         )
-        return GatedMLP(gate_up, self._down_proj(path, inner), self.config.hidden_act)
+        activation = self.spec.mlp_swiglu or self.config.hidden_act
+        return GatedMLP(gate_up, self._down_proj(path, inner), activation)
 
     def _down_proj(self, path: str, inner: int) -> RowParallelLinear:
         return RowParallelLinear(

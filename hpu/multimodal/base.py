@@ -68,6 +68,17 @@ class PatchInput(NamedTuple):
     padding: int = 0
 
 
+Prepared = tuple[Mapping[str, Tensor], Integers]
+"""Host tensors of an image, and its rows of the cache."""
+
+
+def in_squares(grid: Tensor, side: int) -> Tensor:
+    """Reorder (rows, columns, n) to (rows * columns, n), square by square of `side` x `side`."""
+    rows, columns, width = grid.shape
+    squares = grid.reshape(rows // side, side, columns // side, side, width)
+    return squares.transpose(1, 2).reshape(-1, width)
+
+
 class Patches(Protocol):
     """A tower whose images have any number of patches."""
 
@@ -81,6 +92,11 @@ class Patches(Protocol):
         """Embeddings (n / merged, n * hidden), where the second n is
         VisionFacts.embeddings_per_row. Inputs: (n, ...) each for n patches, on the device."""
         ...
+
+    def parts(self, tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
+        """The parts of an image that do not attend to each other, each as an image, with their
+        rows; an image without parts is returned unchanged."""
+        return [(tensors, rows)]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Integers]:
         """Inputs of `features` for an image, on the host, and the index in the image of each

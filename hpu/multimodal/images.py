@@ -12,7 +12,7 @@ from config.model.multimodal.vision import VisionFacts
 from hpu.backends.base import Backend
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.models.base import CausalLM
-from hpu.multimodal.base import Integers, Tower
+from hpu.multimodal.base import Integers, Prepared, Tower
 from hpu.multimodal.cross.cache import CrossCache
 from hpu.multimodal.cross.encoder import WholeEncoder
 from hpu.multimodal.cross.inputs import CrossInputs
@@ -21,7 +21,7 @@ from hpu.multimodal.encoder_cache import EncoderCache
 from hpu.multimodal.image_inputs import ImageInputs
 from hpu.multimodal.merge import Forward, merged, shortened
 from hpu.multimodal.patch_encoder import PatchEncoder
-from hpu.multimodal.tile_encoder import Prepared, TileEncoder, check_count
+from hpu.multimodal.tile_encoder import TileEncoder, check_count
 from hpu.protocol import InputTensor, StepPlan
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpu.multimodal.base import Integers, Patches
+from hpu.multimodal.base import Integers, Patches, Prepared
 from hpu.multimodal.device_launches import DeviceLaunches, LaunchOptions
-from hpu.multimodal.tile_encoder import Prepared, check_count
+from hpu.multimodal.tile_encoder import check_count
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ DEFAULT_SIZES = (256, 576, 1024, 1600, 3136, 6400, 12544)
 
 
 class PatchEncoder:
-    """Runs each image in the smallest of `sizes` that holds it. The frames of a video run like
-    separate images, because they do not attend to each other. An image that exceeds all sizes runs
-    in a multiple of the largest size, which compiles at its first use."""
+    """Runs each image in the smallest of `sizes` that holds it. Frames of a video and tiles of an
+    image run like separate images, because they do not attend to each other. An image that exceeds
+    all sizes runs in a multiple of the largest size, which compiles at its first use."""
 
     def __init__(self, patches: Patches, sizes: tuple[int, ...], options: LaunchOptions) -> None:
         """`sizes`: empty for DEFAULT_SIZES."""
@@ -53,7 +53,7 @@ class PatchEncoder:
         of a launch have similar numbers of patches."""
         sized = [
             (self._size(rows), tensors, rows)
-            for tensors, rows in (one for image in images for one in _times(*image))
+            for tensors, rows in (one for image in images for one in self._patches.parts(*image))
         ]
         sized.sort(key=lambda one: one[0], reverse=True)
         for begin in range(0, len(sized), self._group.size):
@@ -89,22 +89,6 @@ class PatchEncoder:
                 self._sizes[-1],
             )
         return size
-
-
-def _times(tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
-    """Split a video into its frames; an image is returned unchanged."""
-    if "image_grid_thw" not in tensors:
-        return [(tensors, rows)]
-    grid = tensors["image_grid_thw"].view(1, 3)
-    time = int(grid[0, 0])
-    if time == 1 or len(rows) % time or len(tensors["pixel_values"]) % time:
-        return [(tensors, rows)]
-    one = torch.cat((torch.ones_like(grid[:, :1]), grid[:, 1:]), dim=1)
-    pixels = tensors["pixel_values"].chunk(time)
-    return [
-        ({"pixel_values": part, "image_grid_thw": one}, own)
-        for part, own in zip(pixels, np.split(rows, time), strict=True)
-    ]
 
 
 def _padded(tensor: Tensor, size: int, value: int) -> Tensor:

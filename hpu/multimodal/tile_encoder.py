@@ -1,13 +1,13 @@
 """TileEncoder: encodes tiled images on a device that compiles each shape, in launches of a fixed
 number of tiles."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpu.multimodal.base import Integers, Tiles
+from hpu.multimodal.base import Integers, Prepared, Tiles
 from hpu.multimodal.device_launches import DeviceLaunches, LaunchOptions
 
 SEPARATORS_AT_ONCE = 64
@@ -15,9 +15,6 @@ SEPARATORS_AT_ONCE = 64
 
 DEFAULT_SIZES = (1, 2, 4, 8)
 """Tiles per launch."""
-
-Prepared = tuple[Mapping[str, Tensor], Integers]
-"""Host tensors of an image, and its rows of the cache."""
 
 
 class TileEncoder:

@@ -312,6 +312,7 @@ def _is_known(config: ModelConfig, spec: DecoderSpec) -> bool:
     return (
         has_known_norms
         and config.hidden_act in ("silu", "swish")
+        and not spec.mlp_swiglu
         and not (spec.mla or spec.states or spec.num_cross_layers or spec.learned_positions)
         and spec.qk_norm in ("none", "heads")
         and _attention_is_known(config, spec)
@@ -356,6 +357,7 @@ def _attention_is_known(config: ModelConfig, spec: DecoderSpec) -> bool:
         or spec.alibi_max_bias is not None
         or spec.temperature is not None
         or spec.attention_gate
+        or spec.indexer
         or spec.qk_norm_after_rope
         or spec.qk_norm == "unweighted"
         or any(

@@ -184,7 +184,9 @@ class PackedExperts:
         self._first_expert = stacks.first
         gate_up, bias, swiglu = stacks.w13, stacks.w13_bias, (0.0, 0.0)
         if isinstance(activation, ClampedSwiGLU):
-            gate_up, bias, swiglu = _gates_first(gate_up), _gates_first(bias), activation
+            swiglu = activation.alpha, activation.limit
+            if activation.interleaved:
+                gate_up, bias = _gates_first(gate_up), _gates_first(bias)
         packed = (
             _pack_stack(library, gate_up, bias),
             _pack_stack(library, stacks.w2, stacks.w2_bias),
@@ -346,7 +348,7 @@ def has_experts_kernel(stacks: Stacks, activation: str | ClampedSwiGLU) -> bool:
     if isinstance(activation, str) and activation not in ("silu", "swish"):
         return False
     # Gate and up outputs alternate; PackedExperts separates them for the kernel.
-    is_interleaved = isinstance(activation, ClampedSwiGLU)
+    is_interleaved = isinstance(activation, ClampedSwiGLU) and activation.interleaved
     return all(_is_packable(one, is_interleaved) for one in stacks[:2])
 
 

@@ -34,7 +34,7 @@ def attend(
     """Softmax attention of `query` (B, heads, Q, D) over `key` and `value` (B, kv_heads, S, D).
 
     Returns the output (B, heads, Q, D) and the log-sum-exp of the scores (B, heads, Q) float32.
-    `mask` is float32, (B or 1, 1 or heads, Q or 1, S); `causal` needs Q == S and no mask.
+    `mask` is float32, (B or 1, 1, kv_heads or heads, Q or 1, S); `causal` needs Q == S and no mask.
     `soft_cap`: see ScoreOptions. Statistics are float32 for every dtype.
     """
     if query.device.type != "cpu":
@@ -46,6 +46,8 @@ def attend(
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not _flash_supports_gqa():
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if isinstance(mask, Tensor) and mask.shape[1] not in (1, query.shape[1]):
+        mask = mask.repeat_interleave(groups, 1)
     out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=mask, scale=scale
     )
@@ -115,7 +117,8 @@ def soft_capped(scores: Tensor, soft_cap: float) -> Tensor:
 
 
 def by_kv_head(mask: Tensor, kv_heads: int) -> Tensor:
-    """Reshape `mask` (B, 1 or heads, Q, S) for scores (B, kv_heads, heads / kv_heads, Q, S)."""
+    """Reshape `mask` (B, 1, kv_heads or heads, Q, S) for scores (B, kv_heads, heads / kv_heads, Q,
+    S)."""
     if mask.shape[1] == 1:
         return mask.unsqueeze(2)
     return mask.view(mask.shape[0], kv_heads, -1, *mask.shape[2:])
@@ -217,8 +220,8 @@ def paged_decode(
 
     `query` (B, heads, D); `key_blocks`, `value_blocks` (N, block_size, kv_heads, D), gathered;
     `rows` (N) int64, batch index of each block (any for padding); `mapping` (B, N) float32, 1
-    where the block belongs to the batch index; `mask` (N, 1 or heads, 1, block_size), all MASKED
-    for padding.
+    where the block belongs to the batch index; `mask` (N, 1, kv_heads or heads, 1, block_size),
+    all MASKED for padding.
 
     With B = 1 all blocks belong to a single sequence. Otherwise each block gets its own softmax,
     and the outputs of the blocks of a sequence are weighted by their exponential sums relative
@@ -229,7 +232,7 @@ def paged_decode(
     count, kv_heads = key_blocks.shape[0], key_blocks.shape[2]
     # Query heads that share a key head are folded into the query dimension: no key is repeated.
     if mask.shape[1] > 1:
-        mask = mask.view(count, kv_heads, heads // kv_heads, -1)
+        mask = mask.view(count, kv_heads, -1, mask.shape[-1])
     if batch == 1:
         whole = mask.permute(1, 2, 0, 3).reshape(1, *mask.shape[1:3], -1)
         out, log_sum = attend(

@@ -165,7 +165,7 @@ class ExpertWeights(NamedTuple):
     """Weights of the stacked gated MLPs of a layer."""
 
     w13: Tensor
-    """(experts, 2 * inner, hidden): gate before up, or interleaved for a ClampedSwiGLU."""
+    """(experts, 2 * inner, hidden): gate before up, or interleaved (see ClampedSwiGLU)."""
     w2: Tensor
     """(experts, hidden, inner)"""
     w13_bias: Tensor | None = None

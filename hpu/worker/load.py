@@ -23,6 +23,7 @@ from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
 from config.model.rope_fields import describe_rope_conflict
+from config.model.split import indexer_of
 from config.parallel import WHOLE, Stage
 from config.startup_checks import choose_context, chosen_quantization
 from hpu.backends.base import Backend
@@ -176,10 +177,11 @@ class LoadedModel:
         """Maximum sequences concatenated in a row of a prefill."""
         scheduler = self.config.scheduler
         # Only the vendor's fused attention supports such rows; other devices pad little or not at
-        # all. A scan over states takes a sequence per row, and images are read by row.
+        # all. A scan over states takes a sequence per row, images are read by row, and an indexer
+        # counts the blocks of a row.
         merges = scheduler.merged_prefill and self.backend.compiles and self.pads
         has_cross = self.facts.vision is not None and self.facts.vision.cross is not None
-        merges = merges and not (self.has_states or has_cross)
+        merges = merges and not (self.has_states or has_cross or indexer_of(self.facts))
         return scheduler.prefill_batch() if merges and self.pooler is None else 1
 
     def bucket_table(self, num_blocks: int) -> BucketTable:
@@ -264,7 +266,9 @@ def load(
         offloaded,
         lambda done, total: on_progress(WarmupProgress("load", done, total)),
     )
-    block_size = config.cache.block_size or backend.default_block_size
+    indexer = indexer_of(facts)
+    default_size = indexer.block_size if indexer else backend.default_block_size
+    block_size = config.cache.block_size or default_size
     if pooler is None:
         parts = loading.decoder(patcher, weights)
     else:

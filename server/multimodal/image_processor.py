@@ -15,6 +15,7 @@ from config.errors import ConfigError
 from engine.transport.messages import InputTensor
 from server.multimodal.decode import decode
 from server.multimodal.families.base import ProcessorFiles, PromptForm
+from server.multimodal.families.lfm2_vl import Lfm2VlImageProcessor
 from server.multimodal.families.registry import prompt_form
 from server.multimodal.file_checks import BadImage
 from server.multimodal.llama4_images import Llama4ImageProcessor
@@ -25,10 +26,17 @@ from server.multimodal.video import Frames, read_frames
 
 INPUTS = (
     *("pixel_values", "image_sizes", "image_grid_thw", "pixel_attention_mask"),
-    *("aspect_ratio_ids", "aspect_ratio_mask", "image_pixel_values", "image_attention_mask"),
+    *(
+        "spatial_shapes",
+        "aspect_ratio_ids",
+        "aspect_ratio_mask",
+        "image_pixel_values",
+        "image_attention_mask",
+    ),
 )
 """Processor outputs that vision towers take. Only the prompt text needs the other outputs."""
 OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Callable[..., Any]]] = {
+    **dict.fromkeys(("lfm2_vl", "lfm2-vl"), Lfm2VlImageProcessor),
     "llama4": Llama4ImageProcessor,
     "phi4_multimodal": Phi4ImageProcessor,
 }

@@ -19,11 +19,12 @@ from config.checkpoint.tokenizer_bounds import (
     check_tokenizer_file,
 )
 from config.errors import ConfigError
-from config.model.json_fields import MAX_JSON_BYTES, shown
+from config.model.json_fields import MAX_JSON_BYTES, Json, shown
 from config.model.special_tokens import read_object, special_tokens, token_text
 from config.native import NativePanic, panics_as_errors
 from config.owned_directory import OwnedDirectory
 from config.progress import Report, unreported
+from server.text.tiktoken_files import write_tokenizer
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 """transformers class of a tokenizer.json whose checkpoint names no class."""
@@ -231,15 +232,28 @@ def _convert_into(folder: Path, target: Path, report: Report) -> None:
     with OwnedDirectory(".converting-", target.parent) as made:
         fresh = Path(made, "tokenizer")
         fresh.mkdir()
-        command = [sys.executable, "-c", _CONVERT, str(folder), str(fresh)]
-        why = _run(command, report, made)
-        if why or not (fresh / "tokenizer.json").is_file():
-            why = why or "no reason given"
-            raise ConfigError(f"the tokenizer in {folder} cannot be converted: {why[:MAX_REASON]}")
+        config = read_object(folder / "tokenizer_config.json")
+        if not write_tokenizer(folder, config, fresh):
+            command = [sys.executable, "-c", _CONVERT, str(folder), str(fresh)]
+            why = _run(command, report, made)
+            if why or not (fresh / "tokenizer.json").is_file():
+                raise ConfigError(_not_converted(folder, config, why))
         # Another process may have finished first; either copy is valid.
         if not (target / "tokenizer.json").is_file():
             sync(fresh / "tokenizer.json")
             fresh.rename(target)
+
+
+def _not_converted(folder: Path, config: Json, why: str) -> str:
+    if not config.get("auto_map"):
+        why = (why or "no reason given")[:MAX_REASON]
+        return f"the tokenizer in {folder} cannot be converted: {why}"
+    return (
+        f"the tokenizer in {folder} is a {shown(config.get('tokenizer_class'))}, whose code is in "
+        "the checkpoint (auto_map in tokenizer_config.json), and such code is never run: put a "
+        "tokenizer.json into the folder, or start with --skip-tokenizer-init to serve token ids "
+        "alone"
+    )
 
 
 def _run(command: list[str], report: Report, folder: str) -> str:

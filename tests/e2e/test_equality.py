@@ -101,8 +101,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+OF_BLOCKS = {"minimax_m3_vl_text": {"index_block_size": FEW_BLOCKS["block_size"]}}
+"""An indexer chooses blocks of the KV cache."""
 VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in FAMILIES},
+    **{family: (family, OF_BLOCKS.get(family, {})) for family in FAMILIES},
     # A window shorter than the text: whole blocks leave it.
     "mistral: window": ("mistral", {"sliding_window": 24}),
     "phi3: window": ("phi3", {"sliding_window": 24}),

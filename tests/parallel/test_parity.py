@@ -63,6 +63,7 @@ CASES = {
         },
     ),
     "gpt_oss": Case("gpt_oss", ("tp 2", "ep 2", "tp 2, pp 2")),
+    "minimax_m3": Case("minimax_m3_vl_text", ("tp 2", "tp 4", "pp 2"), {"index_block_size": 8}),
     "granitemoehybrid": Case("granitemoehybrid", ("tp 2", "tp 4", "dp 2")),
 }
 # gemma3_text is a model of transformers and needs no fields of its own in FAMILIES.

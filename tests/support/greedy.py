@@ -68,9 +68,15 @@ def tokens_of(found: Greedy) -> list[list[int]]:
     return [tokens for tokens, _ in found]
 
 
-def greedy_by_pages(model: CausalLM, prompts: list[list[int]], count: int) -> Greedy:
+def greedy_by_pages(
+    model: CausalLM,
+    prompts: list[list[int]],
+    count: int,
+    *,
+    cache_dtype: torch.dtype | None = None,
+) -> Greedy:
     """The same through chunked prefills and padded decodes, all rows side by side."""
-    harness = PagedHarness(model)
+    harness = PagedHarness(model, cache_dtype=cache_dtype)
     rows = range(len(prompts))
     logits: dict[int, list[Tensor]] = {row: [] for row in rows}
     fed = dict.fromkeys(rows, 0)

@@ -171,6 +171,20 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
     },
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
+    "minimax_m3_vl_text": {
+        **{"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        **{"head_dim": 16, "rotary_dim": 8, "intermediate_size": 48},
+        **{"dense_intermediate_size": 80, "shared_intermediate_size": 40, "swiglu_limit": 1.5},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4},
+        **{"index_topk_blocks": 3, "index_local_blocks": 1},
+    },
     "deepseek_v2": {
         **_DEEPSEEK,
         "n_shared_experts": 2,
@@ -183,7 +197,11 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 FAMILIES = {name: fields for name, fields in _FAMILIES.items() if name in CONFIG_MAPPING}
 """Those that the installed transformers knows."""
 
-WITH_STATES = frozenset(name for name, fields in _FAMILIES.items() if "layer_types" in fields)
+WITH_STATES = frozenset(
+    name
+    for name, fields in _FAMILIES.items()
+    if {"linear_attention", "conv"} & set(fields.get("layer_types", ()))
+)
 """Those with layers that keep a state of each request, without prefix caching."""
 
 CHAT_TEMPLATE = (

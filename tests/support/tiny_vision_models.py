@@ -30,6 +30,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from server.multimodal.families.lfm2_vl import Lfm2VlImageProcessor
 from server.multimodal.phi4_images import Phi4ImageProcessor
 
 IMAGE, BREAK, START, VIDEO, END = 310, 311, 312, 313, 314
@@ -172,6 +173,31 @@ def _padded(all_tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"pixel_values": batch, "image_sizes": sizes}
 
 
+def _lfm2(images: list[Image.Image]) -> list[dict[str, Tensor]]:
+    processor = Lfm2VlImageProcessor(
+        {
+            **{"encoder_patch_size": 7, "tile_size": 28, "min_image_tokens": 1, "max_tiles": 4},
+            **{"max_image_tokens": 6, "max_pixels_tolerance": 1.0},
+        }
+    )
+    names = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
+    found = [processor(images=[image]) for image in images]
+    return [{name: torch.from_numpy(one[name]) for name in names} for one in found]
+
+
+def _with_all_patches(all_tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Tiles with as many patches as the tile that has most, padded behind."""
+    most = max(tensors["pixel_values"].shape[1] for tensors in all_tensors)
+    found: dict[str, list[Tensor]] = {name: [] for name in all_tensors[0]}
+    for tensors in all_tensors:
+        for name, tensor in tensors.items():
+            if name != "spatial_shapes":
+                shape = (len(tensor), most - tensor.shape[1], *tensor.shape[2:])
+                tensor = torch.cat((tensor, tensor.new_zeros(shape)), dim=1)
+            found[name].append(tensor)
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
 def _rows_of_pixtral(tensors: dict[str, Tensor], count: int) -> list[int]:
     width = int(tensors["image_sizes"][0, 1]) // 14
     tokens: list[int] = []
@@ -264,7 +290,8 @@ def _qwen(model_type: str, text: dict[str, Any], vision: dict[str, Any]) -> Visi
     )
 
 
-WITH_STATES = ("qwen3_5", "qwen3_5_moe")
+QWEN_STATES = ("qwen3_5", "qwen3_5_moe")
+WITH_STATES = (*QWEN_STATES, "lfm2_vl")
 """Families with layers that keep a state of each request, without prefix caching."""
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "llava": VisionFamily(
@@ -425,6 +452,15 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         joined=_with_all_crops,
         is_flat=True,
     ),
+    "lfm2_vl": VisionFamily(
+        "lfm2_vl",
+        {**TEXTS["lfm2"], "model_type": "lfm2"},
+        {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
+        _lfm2,
+        {"image_token_id": IMAGE, "downsample_factor": 2, "projector_hidden_size": 40},
+        lambda tensors, count: [START, *[IMAGE] * count, END],
+        _with_all_patches,
+    ),
     "llama4": VisionFamily(
         "llama4",
         {
@@ -498,7 +534,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             {**TEXTS[f"{name}_text"], **_HALF_ROTATED, "model_type": f"{name}_text"},
             _INTERPOLATED,
         )
-        for name in WITH_STATES
+        for name in QWEN_STATES
     },
     "qwen2_5_vl": _qwen(
         "qwen2_5_vl",

@@ -42,6 +42,8 @@ class WeightSpec(NamedTuple):
     first and second elements of the pairs are the two halves of the rotated rows."""
     rotated_size: int | None = None
     """Number of leading rows of each head that are rotated; None: all rows."""
+    interleaved_outputs: int | None = None
+    """Number of leading outputs of the tensor whose rows are interleaved; None: all outputs."""
     interleaved_dim: int = 0
     """The dimension of the tensor that has the interleaved rows."""
     transposed: bool = False

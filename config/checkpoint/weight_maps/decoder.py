@@ -20,9 +20,11 @@ from config.checkpoint.weight_maps.state import (
     mamba2_weights,
     short_conv_weights,
 )
-from config.model.decoder_spec import NORMS, DecoderSpec
+from config.model.decoder_spec import NORMS, DecoderSpec, IndexerSpec
 from config.model.model_config import ModelConfig
 
+INDEXER = "self_attn.indexer"
+"""Module path of an indexer in a layer."""
 VALUES = 2
 """Index of the values among the outputs of queries, keys and values."""
 
@@ -135,6 +137,7 @@ def _decoder_layers(
         by_kind["short_conv"] = tuple(short_conv_weights(spec.short_conv, hidden))
     norms = [one for name in NORMS[spec.arrangement] for one in _norm_weights(name, hidden, spec)]
     heads = config.num_heads
+    indexer = tuple(_indexer_weights(spec.indexer, hidden)) if spec.indexer else ()
     sinks = WeightSpec("self_attn.sinks", (heads,), "self_attn.sinks", shard_dim=0)
     for layer in spec.layers:
         attention = by_kind[layer.attention]
@@ -142,6 +145,7 @@ def _decoder_layers(
             *norms,
             *(one for one in attention if layer.qk_norm or ".qk_norm." not in one.parameter),
             *((sinks,) if layer.sinks else ()),
+            *(indexer if layer.indexed else ()),
             *by_kind[layer.feed_forward],
         )
         yield tuple(map(_transposed, weights)) if spec.transposed else weights
@@ -171,7 +175,9 @@ def attention_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> I
         fused=spec.qkv_layout != "separate",
         fused_fields=f"({query.fields} + 2 * {key.fields})",
     ):
-        is_rotated = spec.interleaved_rope and VALUES not in weight.outputs
+        is_rotated = spec.interleaved_rope and weight.outputs != (VALUES,)
+        if is_rotated and VALUES in weight.outputs:
+            weight = weight._replace(interleaved_outputs=VALUES)
         weight = weight._replace(row_groups=kv_heads if spec.qkv_layout == "grouped" else None)
         yield _interleaved(weight, config, is_rotated)
     if spec.qk_norm not in ("none", "unweighted"):
@@ -212,3 +218,17 @@ def _qk_norm_weights(prefix: str, config: ModelConfig, spec: DecoderSpec) -> Ite
         theirs = spec.names.get(f"{prefix}{name}", f"{prefix}{name}")
         for row in range(count):
             yield weight._replace(name=f"{theirs}.norms.{row}.weight", row=row)
+
+
+def _indexer_weights(spec: IndexerSpec, hidden: Axis) -> Iterator[WeightSpec]:
+    """Projections of the index queries of all heads and of the index key, and the norm of each,
+    stored minus 1."""
+    size = Axis(spec.head_dim, "index_head_dim")
+    query = Axis(spec.num_heads * spec.head_dim, f"index_n_heads * {size.fields}")
+    yield matrix(f"{INDEXER}.q_proj.weight", query, hidden, shard_dim=0)._replace(
+        output_sizes=(query.size,), outputs=(0,), num_heads=(spec.num_heads,)
+    )
+    yield matrix(f"{INDEXER}.k_proj.weight", size, hidden)
+    for name in ("q_norm", "k_norm"):
+        weight = f"{INDEXER}.{name}.weight"
+        yield WeightSpec(weight, (size.size,), weight, size.fields, offset=1.0)

@@ -132,7 +132,7 @@ def _stacked_experts(
     prefix = f"{names.block}.experts"
     first, second = names.stacked
     gate_up = _merged(f"{prefix}.{first}", f"{prefix}.w13_weight", inner, hidden)
-    if names.clamped_swiglu is not None:
+    if names.clamped_swiglu and names.clamped_swiglu.interleaved:
         # Gate and up rows alternate in the tensor and in the parameter.
         gate_up = gate_up._replace(output_sizes=(), outputs=())
     down = matrix(f"{prefix}.{second}", hidden, inner, shard_dim=1)

@@ -285,6 +285,17 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-05,
         "vocab_size": 131072,
     },
+    "minimax_m3_vl_text": {
+        "hidden_size": 6144,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 524288,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 4,
+        "num_local_experts": 128,
+        "vocab_size": 200064,
+    },
     "mistral": {
         "hidden_size": 4096,
         "intermediate_size": 14336,

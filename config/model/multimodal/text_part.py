@@ -11,9 +11,9 @@ WHOLE_MODELS = frozenset(
     for name in (
         *("Gemma3", "Gemma3n", "Gemma4", "Idefics3", "InternVL", "Llama4", "Llava", "LlavaNext"),
         *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "SmolVLM"),
-        *("AyaVision", "DeepseekVL", "Mllama", "Qwen3_5", "Qwen3_5Moe", "VipLlava"),
+        *("AyaVision", "DeepseekVL", "Lfm2Vl", "Mllama", "Qwen3_5", "Qwen3_5Moe", "VipLlava"),
         *("Ernie4_5_VLMoe", "Glm4v", "Glm4vMoe", "Glm46V", "KimiK25", "KimiVL", "Kimi_K25"),
-        *("Aria", "Granite4Vision", "InternS1", "PaddleOCRVL"),
+        *("Aria", "Granite4Vision", "InternS1", "MiniMaxM3Sparse", "PaddleOCRVL"),
         *("Qwen2Audio", "Qwen2_5Omni", "Qwen3OmniMoe", "Voxtral"),
     )
 ) | {
@@ -59,6 +59,7 @@ TEXT_MODELS = {
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "minimax_m3_vl_text": "MiniMaxM3SparseForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -101,6 +102,10 @@ _WITHOUT_TEXT_CONFIG = {
 }
 """Architectures with checkpoints that have the text model's fields at the top level -> model_type
 of the text model."""
+
+_OWN_TEXT = {"MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl_text"}
+"""Architectures with a single kind of text model, whose files may name another model_type -> the
+model_type of the text model."""
 
 _UNNAMED = {"deepseek_vl_v2": "DeepseekVLV2ForCausalLM"}
 """model_type of whole models that are published without `architectures` -> the architecture."""
@@ -196,6 +201,8 @@ def text_part(fields: Fields) -> Fields | None:
     name = _CONFIG_NAMES.get(names[0], "text_config")
     if name in fields.raw:
         text = fields.get(name, dict, {})
+        if names[0] in _OWN_TEXT:
+            text = {**text, "model_type": _OWN_TEXT[names[0]]}
     elif names[0] in _WITHOUT_TEXT_CONFIG:
         text = {**fields.raw, "model_type": _WITHOUT_TEXT_CONFIG[names[0]]}
         for name in ("vision_config", "audio_config"):

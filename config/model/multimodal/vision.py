@@ -67,6 +67,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "Gemma3ForConditionalGeneration": VisionFamily(whole_images=True),
     "Idefics3ForConditionalGeneration": VisionFamily(),
     "InternVLForConditionalGeneration": VisionFamily(),
+    "Lfm2VlForConditionalGeneration": VisionFamily(),
     "Llama4ForConditionalGeneration": VisionFamily(),
     "LlavaForConditionalGeneration": VisionFamily(),
     "LlavaNextForConditionalGeneration": VisionFamily(),

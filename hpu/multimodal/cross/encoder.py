@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hpu.multimodal.base import WholeImages
+from hpu.multimodal.base import Prepared, WholeImages
 from hpu.multimodal.device_launches import DeviceLaunches, LaunchOptions
-from hpu.multimodal.tile_encoder import Prepared, check_count
+from hpu.multimodal.tile_encoder import check_count
 
 
 class WholeEncoder:

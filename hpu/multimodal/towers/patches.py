@@ -16,8 +16,16 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from hpu.multimodal.base import PAD_SEGMENT, Integers, Patches, PatchInput, segment_mask
+from hpu.multimodal.base import (
+    PAD_SEGMENT,
+    Integers,
+    Patches,
+    PatchInput,
+    Prepared,
+    segment_mask,
+)
 from hpu.multimodal.towers.pixtral_patches import PixtralPatches
+from hpu.multimodal.towers.siglip2_patches import Siglip2Patches
 
 NUM_TAPS = 4
 """Learned positions from which the position of a patch is interpolated."""
@@ -60,6 +68,9 @@ class WindowPatches(Patches):
             hidden = hidden + _attend(block.attn, block.norm1(hidden), rotation, mask)
             hidden = hidden + block.mlp(block.norm2(hidden))
         return visual.merger(hidden)  # type: ignore[no-any-return]
+
+    def parts(self, tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
+        return _frames(tensors, rows)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Integers]:
         merge = self._visual.spatial_merge_size
@@ -119,6 +130,9 @@ class InterpolatedPatches(Patches):
                 further.append(visual.deepstack_merger_list[place](hidden))
         return torch.cat((visual.merger(hidden), *further), dim=-1)
 
+    def parts(self, tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
+        return _frames(tensors, rows)
+
     def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Integers]:
         visual = self._visual
         grid, pixels, segments = _read(tensors, self._width)
@@ -132,6 +146,22 @@ class InterpolatedPatches(Patches):
         positions = get_vision_position_ids(grid, visual.spatial_merge_size)
         order = np.arange(len(pixels) // self.merged)
         return (pixels, positions, taps, weights, segments), order
+
+
+def _frames(tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
+    """Split a video into its frames; an image is returned unchanged."""
+    if "image_grid_thw" not in tensors:
+        return [(tensors, rows)]
+    grid = tensors["image_grid_thw"].view(1, 3)
+    time = int(grid[0, 0])
+    if time == 1 or len(rows) % time or len(tensors["pixel_values"]) % time:
+        return [(tensors, rows)]
+    one = torch.cat((torch.ones_like(grid[:, :1]), grid[:, 1:]), dim=1)
+    pixels = tensors["pixel_values"].chunk(time)
+    return [
+        ({"pixel_values": part, "image_grid_thw": one}, own)
+        for part, own in zip(pixels, np.split(rows, time), strict=True)
+    ]
 
 
 def _read(tensors: Mapping[str, Tensor], width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,5 +201,6 @@ _KINDS: dict[str, Callable[[Any, torch.dtype], Patches]] = {
     "qwen3_vl_moe_vision": InterpolatedPatches,
     "qwen3_5_vision": InterpolatedPatches,
     "qwen3_5_moe_vision": InterpolatedPatches,
+    "siglip2_vision_model": Siglip2Patches,
 }
 """Implementations by the model_type of the tower."""

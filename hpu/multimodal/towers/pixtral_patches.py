@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.pixtral.modeling_pixtral import apply_rotary_pos_emb
 
-from hpu.multimodal.base import PAD_SEGMENT, Integers, Patches, PatchInput, segment_mask
+from hpu.multimodal.base import (
+    PAD_SEGMENT,
+    Integers,
+    Patches,
+    PatchInput,
+    in_squares,
+    segment_mask,
+)
 
 
 class PixtralPatches(Patches):
@@ -68,18 +75,11 @@ class PixtralPatches(Patches):
             torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1
         )
         given = (
-            self._in_squares(patches.flatten(2)),
-            self._in_squares(places),
+            in_squares(patches.flatten(2), merge),
+            in_squares(places, merge),
             torch.zeros(rows * columns, dtype=torch.int64),
         )
         return given, np.arange(rows * columns // self.merged)
-
-    def _in_squares(self, grid: Tensor) -> Tensor:
-        """Reorder (rows, columns, n) to (rows * columns, n), square by square."""
-        rows, columns, width = grid.shape
-        merge = self._merge
-        squares = grid.reshape(rows // merge, merge, columns // merge, merge, width)
-        return squares.transpose(1, 2).reshape(-1, width)
 
 
 def _attend(

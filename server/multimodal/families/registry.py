@@ -9,6 +9,7 @@ from server.multimodal.families.deepseek_vl import DeepseekVLForm
 from server.multimodal.families.gemma3 import Gemma3Form
 from server.multimodal.families.idefics3 import Idefics3Form
 from server.multimodal.families.internvl import InternVLForm
+from server.multimodal.families.lfm2_vl import Lfm2VlForm
 from server.multimodal.families.llama4 import Llama4Form
 from server.multimodal.families.llava import LlavaForm, LlavaNextForm
 from server.multimodal.families.mllama import MllamaForm
@@ -29,6 +30,7 @@ _BY_PROCESSOR: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "Idefics3Processor": Idefics3Form,
     "SmolVLMProcessor": Idefics3Form,
     "InternVLProcessor": InternVLForm,
+    "Lfm2VlProcessor": Lfm2VlForm,
     "Llama4Processor": Llama4Form,
     "MllamaProcessor": MllamaForm,
     "Phi4MultimodalProcessor": Phi4Form,
@@ -51,6 +53,8 @@ _BY_MODEL_TYPE: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "idefics3": Idefics3Form,
     "smolvlm": Idefics3Form,
     "internvl": InternVLForm,
+    # transformers 4.57 writes the second name.
+    **dict.fromkeys(("lfm2_vl", "lfm2-vl"), Lfm2VlForm),
     "llama4": Llama4Form,
     "mllama": MllamaForm,
     "phi4_multimodal": Phi4Form,

@@ -34,6 +34,7 @@ def kind(layer: LayerSpec) -> str:
         f"window {layer.window}" * bool(layer.window),
         f"chunk {layer.chunk}" * bool(layer.chunk),
         f"rope {layer.rope}" * (layer.rope != "default"),
+        "blocks" * layer.indexed,
         "experts" * (layer.feed_forward == "moe"),
     ]
     return ", ".join(word for word in words if word)
@@ -155,9 +156,9 @@ def test_another_name_of_a_field_counts_before_the_value_of_transformers(tmp_pat
 TEXT: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a text model that is not built in": (
-        "MiniMaxM3SparseForConditionalGeneration",
-        {"text_config": {**TEXT, "model_type": "minimax_m3_text"}},
-        r"model_type 'minimax_m3_text', .* not built in: .* are minimax_m2, ",
+        "MiniMaxM9ForConditionalGeneration",
+        {"text_config": {**TEXT, "model_type": "minimax_m9_text"}},
+        r"model_type 'minimax_m9_text', .* not built in: .* are minimax_m2, ",
     ),
     "parts of its own": (
         "Qwen4OmniMoeForConditionalGeneration",

@@ -13,6 +13,7 @@ from paged_harness import load_decoder
 from strict_card import assert_nothing_compiles_after_warmup
 from tiny_models import make_tiny
 from two_prompts import PROMPTS, greedy, working
+from worker_rig import BLOCK_SIZE
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
@@ -73,6 +74,16 @@ def test_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
 ) -> None:
     fields = EXPERTS[family] if mode == "hpu-graphs" else ONLY_EXPERTS
     folder = make_tiny(family, tmp_path, **fields)
+
+    assert_nothing_compiles_after_warmup(folder, ExecutionConfig(mode=mode))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
+def test_chosen_blocks_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
+    mode: str, tmp_path: Path
+) -> None:
+    folder = make_tiny("minimax_m3_vl_text", tmp_path, index_block_size=BLOCK_SIZE)
 
     assert_nothing_compiles_after_warmup(folder, ExecutionConfig(mode=mode))
 

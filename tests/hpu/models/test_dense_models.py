@@ -23,6 +23,7 @@ from config.model.architectures import decoder_spec
 from config.model.families import gemma, gpt, mpt, normed
 from config.model.model_config import RopeConfig
 from config.model.read_config import read_model_config
+from hpu.distributed.process_groups import ProcessGroup
 from hpu.models.registry import build_model
 
 if transformers_before("5"):
@@ -429,6 +430,111 @@ def test_internlm2_is_a_llama_in_another_layout(tmp_path: Path) -> None:
     )
 
     assert_equal_to_transformers(folder, original)
+
+
+CHATGLM_NAMES = {
+    "model.embed_tokens": "transformer.embedding.word_embeddings",
+    "model.layers": "transformer.encoder.layers",
+    "model.norm": "transformer.encoder.final_layernorm",
+    "lm_head": "transformer.output_layer",
+    "self_attn.o_proj": "self_attention.dense",
+    "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+    **{f"self_attn.{x}_proj": f"self_attention.{x}" for x in "qkv"},
+}
+
+
+def chatglm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a GLM under the names of its first files."""
+    found = {"transformer.rotary_pos_emb.inv_freq": torch.ones(4)}
+    for name, tensor in tensors.items():
+        for old, new in CHATGLM_NAMES.items():
+            name = name.replace(old, new)
+        found[name] = tensor
+    for kind in ("weight", "bias"):
+        for prefix in [
+            name.removesuffix(f"q.{kind}") for name in found if name.endswith(f".q.{kind}")
+        ]:
+            parts = [found.pop(f"{prefix}{x}.{kind}") for x in "qkv"]
+            found[f"{prefix}query_key_value.{kind}"] = torch.cat(parts)
+    return found
+
+
+CHATGLM = {
+    "model_type": "chatglm",
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "kv_channels": 16,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "seq_length": 512,
+    "padded_vocab_size": 320,
+    # That of the tokenizer, which may be smaller.
+    "vocab_size": 318,
+    "layernorm_epsilon": 1e-5,
+    "rope_ratio": 2.5,
+    "add_qkv_bias": True,
+    "add_bias_linear": False,
+    "rmsnorm": True,
+    "post_layer_norm": True,
+    "apply_residual_connection_post_layernorm": False,
+    "original_rope": True,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("name", ["ChatGLMModel", "ChatGLMForConditionalGeneration"])
+@torch.inference_mode()
+def test_chatglm_is_a_glm_in_another_layout(name: str, tmp_path: Path) -> None:
+    fields = {
+        "head_dim": 16,
+        "attention_bias": True,
+        **rope(rope_theta=25000.0, partial_rotary_factor=0.5),
+    }
+    original = make_tiny("glm", tmp_path / "glm", **fields)
+    folder = make_tiny("glm", tmp_path / "chatglm", **fields)
+    rewrite(folder, chatglm(load_file(folder / WEIGHTS)))
+    (folder / "config.json").write_text(json.dumps({"architectures": [name], **CHATGLM}))
+
+    assert_equal_to_transformers(folder, original)
+
+
+def test_ranks_of_a_chatglm_have_the_shards_of_a_glm(tmp_path: Path) -> None:
+    fields = {
+        "head_dim": 16,
+        "attention_bias": True,
+        **rope(rope_theta=25000.0, partial_rotary_factor=0.5),
+    }
+    original = make_tiny("glm", tmp_path / "glm", **fields)
+    folder = make_tiny("glm", tmp_path / "chatglm", **fields)
+    rewrite(folder, chatglm(load_file(folder / WEIGHTS)))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["ChatGLMModel"], **CHATGLM}))
+
+    for size, rank in ((2, 1), (4, 2)):
+        group = ProcessGroup(range(size), rank)
+        expected, found = (load_decoder(one, group=group) for one in (original, folder))
+        pairs = zip(found.parameters(), expected.parameters(), strict=True)
+        assert all(torch.equal(own, other) for own, other in pairs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"position_encoding_2d": True}, r"position_encoding_2d in .* must be false"),
+        ({"rmsnorm": False}, r"rmsnorm in .* must be true"),
+        ({"vision_config": {}}, r"has a vision_config: a ChatGLM with images"),
+    ],
+)
+def test_a_chatglm_with_other_layers_is_refused(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    whole = {"architectures": ["ChatGLMModel"], **CHATGLM, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+
+    with pytest.raises(ConfigError, match=message):
+        read_model_config(str(tmp_path))
 
 
 @torch.inference_mode()

@@ -111,6 +111,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         {**LAYERS, "model_type": "siglip2_vision_model", "num_patches": 16},
     ),
+    "minimax_m3_vl": ("minimax_m3_vl_text", {}, {**LAYERS, "image_size": 28, "hidden_size": 48}),
     "paddleocr_vl": (
         "paddleocr_vl_text",
         {"head_dim": 16, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},

@@ -12,6 +12,7 @@ from image_traffic import ImageRig, Prompt, text, write
 from safetensors.torch import load_file, save_file
 from tiny_vision_models import (
     IMAGE,
+    QWEN_STATES,
     VISION_FAMILIES,
     WITH_STATES,
     generate,
@@ -71,7 +72,7 @@ def test_all_logits_of_a_prompt_in_chunks_are_those_of_transformers(
         assert np.abs(scores - expected).max() < TOLERANCE, chunk
 
 
-@pytest.mark.parametrize("name", WITH_STATES)
+@pytest.mark.parametrize("name", QWEN_STATES)
 def test_a_checkpoint_with_the_fields_of_published_ones_takes_images(
     name: str, tmp_path: Path
 ) -> None:
@@ -105,7 +106,7 @@ def test_a_checkpoint_with_the_fields_of_published_ones_takes_images(
     assert found == generate(name, whole, prompt.tokens, [picture], 4)
 
 
-@pytest.mark.parametrize("name", WITH_STATES)
+@pytest.mark.parametrize("name", QWEN_STATES)
 def test_a_rope_that_does_not_say_how_axes_are_divided_has_the_sections_of_the_family(
     name: str, tmp_path: Path
 ) -> None:

@@ -126,6 +126,20 @@ def test_kernels_multiply_by_the_codes(
 
 
 @torch.inference_mode()
+def test_gates_before_ups_are_those_of_interleaved_rows(quantizing: Library) -> None:
+    w13, w2 = torch.randn(4, 128, 64).bfloat16() / 8, torch.randn(4, 64, 64).bfloat16() / 8
+    in_halves = torch.cat((w13[:, ::2], w13[:, 1::2]), dim=1)
+    x, ids = torch.randn(5, 64).bfloat16(), torch.rand(5, 4).argsort(-1)[:, :2]
+    given = (x, ids, torch.rand(5, 2).bfloat16(), True, "swigluoai")
+    form = SWIGLU._replace(interleaved=False)
+
+    found = PackedExperts(quantizing, Stacks(in_halves, w2), form)(*given)
+
+    assert torch.equal(found, PackedExperts(quantizing, Stacks(w13, w2), SWIGLU)(*given))
+    assert form != SWIGLU
+
+
+@torch.inference_mode()
 def test_every_code_and_power_is_exact(quantizing: Library, folder: Path) -> None:
     experts = experts_of(load_packed(str(folder)))[0]
     assert experts.quantized_weights is not None

@@ -1,0 +1,171 @@
+"""LFM2-VL: a large image is cut into tiles of equal size in rows and columns, and followed by the
+whole image. The prompt text, and a port of transformers' Lfm2VlImageProcessor without
+torchvision."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from PIL import Image
+
+from config.errors import ConfigError
+from config.model.json_fields import Json
+from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+
+Size = tuple[int, int]
+"""Width and height, or columns and rows."""
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+_DEFAULTS: Mapping[str, int] = {
+    "downsample_factor": 2,
+    "min_tiles": 2,
+    "max_tiles": 10,
+    "min_image_tokens": 64,
+    "max_image_tokens": 256,
+    "encoder_patch_size": 16,
+    "tile_size": 512,
+}
+
+
+class Lfm2VlForm(NoGrid):
+    """A token with row and column before each tile, and a token before the whole image."""
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        self.mark = files.image_token
+        self._factor = files.value("downsample_factor", files.config.get("downsample_factor"), 2)
+        self._has_marks = bool(files.value("use_image_special_tokens", True))
+        self._start = files.token("image_start_token", "<|image_start|>")
+        self._end = files.token("image_end_token", "<|image_end|>")
+        self._thumbnail = files.token("image_thumbnail_token", "<|img_thumbnail|>")
+
+    def text(self, arrays: Arrays) -> str:
+        shapes = np.asarray(arrays["spatial_shapes"])
+        tokens = [self.mark * int(count) for count in shapes.prod(-1) // self._factor**2]
+        if not self._has_marks:
+            return "".join(tokens)
+        rows, columns = (int(arrays[name][0]) for name in ("image_rows", "image_cols"))
+        marks = [
+            f"<|img_row_{row + 1}_col_{column + 1}|>"
+            for row in range(rows)
+            for column in range(columns)
+        ]
+        marks = [*marks, self._thumbnail] if len(marks) > 1 else [""]
+        # Without a thumbnail the last mark has no tile.
+        body = "".join(mark + tile for mark, tile in zip(marks, tokens, strict=False))
+        return f"{self._start}{body}{self._end}"
+
+
+class Lfm2VlImageProcessor:
+    """Called like the image processors of transformers, for images of Pillow. Each tile becomes a
+    list of patches."""
+
+    def __init__(self, fields: Json) -> None:
+        """`fields` of preprocessor_config.json. Raises ConfigError."""
+        numbers = {name: fields.get(name) or default for name, default in _DEFAULTS.items()}
+        wrong = [name for name, one in numbers.items() if not isinstance(one, int) or one < 1]
+        if wrong:
+            raise ConfigError(
+                f"{wrong[0]} of the image processor is {numbers[wrong[0]]!r}, it must be a number "
+                "of at least 1"
+            )
+        self._patch, self._tile = numbers["encoder_patch_size"], numbers["tile_size"]
+        # Sides are multiples of a square of patches that becomes a token.
+        self._unit = self._patch * numbers["downsample_factor"]
+        if self._tile % self._unit:
+            raise ConfigError(
+                f"tile_size of the image processor is {self._tile}, it must be a multiple of "
+                f"{self._unit}"
+            )
+        self._min_pixels = numbers["min_image_tokens"] * self._unit**2
+        self._max_pixels = numbers["max_image_tokens"] * self._unit**2
+        self._tolerance = float(fields.get("max_pixels_tolerance") or 2.0)
+        low, high = numbers["min_tiles"], numbers["max_tiles"]
+        self._grids = grids(low, high)
+        self._splits = bool(fields.get("do_image_splitting", True)) and not low == high == 1
+        self._has_thumbnail = bool(fields.get("use_thumbnail", True))
+        self._mean = np.array(fields.get("image_mean") or [0.5] * 3, np.float32)
+        self._deviation = np.array(fields.get("image_std") or [0.5] * 3, np.float32)
+        self._resample = Image.Resampling(fields.get("resample", Image.Resampling.BILINEAR))
+
+    def __call__(self, images: Sequence[Image.Image], **options: object) -> Json:
+        """Preprocess an image to pixel_values (tiles, patches, numbers), of which tiles with fewer
+        patches are padded, spatial_shapes (tiles, 2) in patches, pixel_attention_mask (tiles,
+        patches), and image_rows and image_cols of tiles, whose last tile may be the whole image."""
+        (image,) = images
+        columns = rows = 1
+        tiles: list[Image.Image] = []
+        if self._splits and self._is_large(image.size):
+            columns, rows = best_grid(image.size, self._grids, self._tile)
+            side = self._tile
+            whole = image.resize((columns * side, rows * side), self._resample)
+            tiles = [
+                whole.crop((x * side, y * side, (x + 1) * side, (y + 1) * side))
+                for y in range(rows)
+                for x in range(columns)
+            ]
+        if not tiles or (self._has_thumbnail and len(tiles) > 1):
+            tiles.append(image.resize(self.fitted(image.size), self._resample))
+        patches = [self._patches(tile) for tile in tiles]
+        counts = [len(one) for one in patches]
+        pixels = np.zeros((len(tiles), max(counts), patches[0].shape[1]), np.float32)
+        for tile, own in zip(pixels, patches, strict=True):
+            tile[: len(own)] = own
+        shapes = [(tile.height // self._patch, tile.width // self._patch) for tile in tiles]
+        return {
+            "pixel_values": pixels,
+            "spatial_shapes": np.array(shapes, np.int64),
+            "pixel_attention_mask": np.arange(max(counts)) < np.array(counts)[:, None],
+            "image_rows": [rows],
+            "image_cols": [columns],
+        }
+
+    def fitted(self, size: Size) -> Size:
+        """The size of an image that is not cut."""
+        (width, height), unit = size, self._unit
+        new = tuple(max(unit, round(side / unit) * unit) for side in size)
+        if new[0] * new[1] > self._max_pixels:
+            shrinks = math.sqrt(height * width / self._max_pixels)
+            new = tuple(max(unit, math.floor(side / shrinks / unit) * unit) for side in size)
+        elif new[0] * new[1] < self._min_pixels:
+            grows = math.sqrt(self._min_pixels / (height * width))
+            new = tuple(math.ceil(side * grows / unit) * unit for side in size)
+        return new[0], new[1]
+
+    def _is_large(self, size: Size) -> bool:
+        width, height = (max(self._patch, round(side / self._unit) * self._unit) for side in size)
+        return width * height > self._max_pixels * self._tolerance
+
+    def _patches(self, image: Image.Image) -> Array:
+        """(patches, numbers), row by row; a patch has its pixels row by row, with their colours."""
+        pixels = (np.asarray(image, np.float32) / 255 - self._mean) / self._deviation
+        rows, columns = image.height // self._patch, image.width // self._patch
+        grid = pixels.reshape(rows, self._patch, columns, self._patch, 3)
+        patches: Array = grid.transpose(0, 2, 1, 3, 4).reshape(rows * columns, -1)
+        return patches.astype(np.float32)
+
+
+def grids(low: int, high: int) -> list[Size]:
+    """All grids of `low` to `high` tiles, those with fewer tiles first. Raises ConfigError."""
+    if low > high:
+        raise ConfigError(f"min_tiles of the image processor is {low}, and max_tiles {high}")
+    sizes = {
+        (columns, rows)
+        for count in range(low, high + 1)
+        for columns in range(1, count + 1)
+        for rows in range(1, count + 1)
+        if low <= columns * rows <= high
+    }
+    return sorted(sizes, key=lambda size: size[0] * size[1])
+
+
+def best_grid(size: Size, choices: Sequence[Size], side: int) -> Size:
+    """The grid with the ratio that is nearest to that of an image; of several the last that the
+    image fills by more than half."""
+    width, height = size
+    best, difference = (1, 1), math.inf
+    for columns, rows in choices:
+        own = abs(width / height - columns / rows)
+        fills = width * height > 0.5 * side * side * columns * rows
+        if own < difference or (own == difference and fills):
+            best, difference = (columns, rows), own
+    return best
