@@ -19,6 +19,12 @@ class CacheSizes(NamedTuple):
     rings: int
     """The rings of the layers with a window, for all requests together."""
 
+    def with_further(self, size: int) -> "CacheSizes":
+        """These sizes with `size` further bytes per block. Without full-attention layers a block of
+        theirs stays empty."""
+        full_block = self.full_block + size if self.full_block else 0
+        return self._replace(block=self.block + size, full_block=full_block)
+
 
 def rings_hold_more(sizes: CacheSizes, available: int, wanted_blocks: int) -> bool:
     """Whether more of `wanted_blocks` fit into `available` bytes with rings than without, or

@@ -210,6 +210,12 @@ def kv_block_bytes(
     return token * width * block_size
 
 
+def flag_bytes(*, width: int, block_size: int) -> int:
+    """Bytes of a block's flags for NonFiniteGuard, which the last pipeline stage has on a card.
+    `width`: bytes of an activation."""
+    return width * block_size
+
+
 def kv_cache_sizes(
     config: ModelConfig, *, num_cards: int, width: int, block_size: int, num_seqs: int
 ) -> CacheSizes:

@@ -3,8 +3,9 @@
 COPY_SIZES = (1, 4, 16)
 """Blocks per copy. Smaller copies are padded, because every other number would be a new shape."""
 
-MAX_COPY_BYTES = 256 << 20
-"""Maximum bytes of a copy, unless it has a single block."""
+MAX_COPY_BYTES = 257 << 20
+"""Maximum bytes of a copy, unless it has a single block: 16 blocks of 16 MiB with their flags of
+non-finite tokens."""
 
 MAX_GATHERS = 2
 """Maximum store copies whose gathered blocks the device holds at a time; further copies wait."""

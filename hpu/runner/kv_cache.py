@@ -37,8 +37,8 @@ def reads_contiguously(config: EngineConfig, backend: Backend, *, has_states: bo
 
 
 def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a block over all layers."""
-    return sum(_layer_bytes(model, block_size, dtype))
+    """Bytes of a block over all layers, with the flags of its tokens."""
+    return sum(_layer_bytes(model, block_size, dtype)) + _flag_bytes(model, block_size)
 
 
 def cache_sizes(model: CausalLM, block_size: int, dtype: torch.dtype, num_rings: int) -> CacheSizes:
@@ -48,7 +48,13 @@ def cache_sizes(model: CausalLM, block_size: int, dtype: torch.dtype, num_rings:
     full_block = sum(itertools.compress(blocks, sees_all))
     # With rings, full-attention layers have the same size as without.
     with_rings = sum(_layer_bytes(model, block_size, dtype, num_rings))
-    return CacheSizes(sum(blocks), full_block, rings=with_rings - full_block)
+    sizes = CacheSizes(sum(blocks), full_block, rings=with_rings - full_block)
+    return sizes.with_further(_flag_bytes(model, block_size))
+
+
+def _flag_bytes(model: CausalLM, block_size: int) -> int:
+    """Bytes of a block's flags for NonFiniteGuard; 0 for a model without a guard."""
+    return 0 if model.non_finite_guard is None else block_size * model.dtype.itemsize
 
 
 def _layer_bytes(
@@ -97,11 +103,12 @@ class KVCache:
             else:
                 self._paged += caches
         self._flags: list[Tensor] = []
-        """Flag of each token slot for NonFiniteGuard; too small to count in the memory plan."""
+        """Flag of each token slot for NonFiniteGuard."""
         if model.non_finite_guard is not None:
             self._flags.append(backend.zeros(((num_blocks + 1) * block_size,), model.dtype))
             model.non_finite_guard.bind(self._flags[0], block_size)
-        self.bytes = sum(cache.nbytes for caches in self._layers for cache in caches)
+        tensors = itertools.chain(self._flags, *self._layers)
+        self.bytes = sum(tensor.nbytes for tensor in tensors)
         model.bind_caches(self._layers, block_size, num_rings)
         self._model = model
         self._offsets = torch.arange(block_size, dtype=backend.index_dtype).to(backend.device)

@@ -418,7 +418,7 @@ def _sizes(loaded: LoadedModel) -> CacheSizes:
     assert isinstance(loaded.drafter.model, CausalLM), "a drafter generates"
     width = loaded.drafter.model.hidden_width
     drafts += loaded.block_size * width * loaded.drafter.dtype.itemsize
-    return sizes._replace(block=sizes.block + drafts, full_block=sizes.full_block + drafts)
+    return sizes.with_further(drafts)
 
 
 def _fixed_bytes(loaded: LoadedModel) -> int:

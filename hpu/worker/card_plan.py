@@ -23,6 +23,7 @@ from hpu.model_loader.size_estimate import (
     context_bytes,
     cross_activation_bytes,
     cross_tile_bytes,
+    flag_bytes,
     kv_block_bytes,
     kv_cache_sizes,
     layer_bytes,
@@ -269,7 +270,9 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
             block_size=demand.block_size,
             stage=stage,
         )
-    block_bytes += drafter.block_bytes
+    flags = flag_bytes(width=demand.width, block_size=demand.block_size) if stage.is_last else 0
+    sizes = sizes.with_further(flags)
+    block_bytes += flags + drafter.block_bytes
     at = ShardRank(
         size=demand.num_cards,
         expert_size=demand.num_cards * demand.num_engines if distributes_experts else 1,

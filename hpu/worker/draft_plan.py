@@ -27,7 +27,7 @@ from config.params.speculation import (
     MLP_SPECULATOR,
     SpeculationMethod,
 )
-from hpu.model_loader.size_estimate import kv_block_bytes, weight_bytes
+from hpu.model_loader.size_estimate import flag_bytes, kv_block_bytes, weight_bytes
 
 
 class DrafterSizes(NamedTuple):
@@ -35,7 +35,8 @@ class DrafterSizes(NamedTuple):
 
     weight_bytes: int = 0
     block_bytes: int = 0
-    """Bytes per KV block of the target: keys and values of the drafter, and hidden states."""
+    """Bytes per KV block of the target: keys and values of the drafter, and hidden states or
+    flags."""
 
 
 NO_DRAFTER = DrafterSizes()
@@ -74,13 +75,13 @@ def drafter_sizes(
     facts = draft_facts(config, method, folder, target)
     if method.method == DRAFT_MODEL:
         weights = weight_bytes(facts, num_cards=num_cards, width=width, length=max_model_len)
-        hidden_bytes = 0
+        beside = flag_bytes(width=width, block_size=block_size)
     else:
         weights = _num_elements(_head_map(method, facts, target)) * width
-        hidden_bytes *= 3 if method.method == EAGLE3 else 1
+        beside = hidden_bytes * (3 if method.method == EAGLE3 else 1)
         facts = replace(facts, num_layers=1)
     kv = kv_block_bytes(facts, num_cards=num_cards, width=kv_width, block_size=block_size)
-    return DrafterSizes(weights, kv + hidden_bytes)
+    return DrafterSizes(weights, kv + beside)
 
 
 def _head_map(method: SpeculationMethod, facts: ModelConfig, target: ModelConfig) -> WeightMap:

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 
+from config.errors import RequestFailed
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
 from engine.transport.messages import EngineStats
@@ -27,6 +30,7 @@ SHAPE: dict[str, Any] = {
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 ALWAYS = {**NGRAM, "adaptive": False}
 """Verifies all drafts, whatever they cost."""
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False}
 SHARED_PREFIX = [5 + 7 * i % 301 for i in range(41)]
 PROMPTS = [
     [9],
@@ -190,3 +194,30 @@ def test_tensor_parallel_ranks_verify_the_same_drafts(keys: dict[str, Any], fold
 
     assert choices(speculated) == choices(plain)
     assert stats.spec_decode["num_accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("method", [ALWAYS, SUFFIX], ids=["ngram", "suffix"])
+def test_tokens_that_are_not_finite_end_their_request_alone(
+    method: dict[str, Any], tmp_path: Path
+) -> None:
+    file = make_tiny("llama", tmp_path, num_hidden_layers=1) / "model.safetensors"
+    tensors, poison = load_file(file), 200
+    tensors["model.embed_tokens.weight"][poison] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    flags = {**SHAPE, "speculative_config": method, "enable_prefix_caching": False}
+    with LLM(str(tmp_path), **flags) as llm:
+
+        def answers() -> list[Any]:
+            return choices(llm.generate(PROMPTS, params, use_tqdm=False))
+
+        expected = answers()
+        with pytest.raises(RequestFailed, match="logits of output token 1 were not numbers"):
+            llm.generate([[5, poison, *[9] * 90]], params, use_tqdm=False)
+        # Drafts are verified together with the sampled token that is not finite.
+        sampled = replace(params, logit_bias={poison: 100.0})
+        with pytest.raises(RequestFailed, match="logits of output token 2 were not numbers"):
+            llm.generate([[5, 6, 7, 8] * 20], sampled, use_tqdm=False)
+
+        assert answers() == expected
+        assert llm._client.stats.spec_decode["num_draft_tokens"] > 50

@@ -13,6 +13,7 @@ from gguf_families import stored_tensors
 from safetensors.numpy import load_file
 
 Array = npt.NDArray[Any]
+Metadata = Mapping[str, str | int | float | list[int] | list[str]]
 Pairs = dict[str, tuple[Array, Array]]
 """The matrices (rank, in) and (out, rank) by the name of the tensor that they change."""
 
@@ -44,7 +45,7 @@ def write_pairs(
     architecture: str,
     pairs: Mapping[str, tuple[Array | None, Array | None]],
     *,
-    metadata: Mapping[str, str | float | list[int]],
+    metadata: Metadata,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     further: Mapping[str, Array] | None = None,
 ) -> Path:
@@ -53,6 +54,7 @@ def write_pairs(
     for key, value in metadata.items():
         add: dict[type, Any] = {
             str: writer.add_string,
+            int: writer.add_uint32,
             float: writer.add_float32,
             list: writer.add_array,
         }
@@ -71,11 +73,18 @@ def write_pairs(
     return path
 
 
-METADATA: dict[str, str | float | list[int]] = {
+METADATA: Metadata = {
     "general.type": "adapter",
     "adapter.type": "lora",
+    "general.name": "Adapter",
+    "general.base_model.count": 1,
+    "general.base_model.0.name": "Base",
+    "general.base_model.0.repo_url": "https://huggingface.co/org/base",
+    "general.tags": ["base_model:adapter:org/base", "lora", "transformers", "text-generation"],
     "adapter.lora.alpha": 8.0,
+    "general.quantization_version": 2,
 }
+"""Fields that the script writes for an adapter of PEFT."""
 
 
 def as_gguf(path: Path, folder: Path, base: Path, architecture: str = "llama") -> Path:

@@ -18,6 +18,8 @@ from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 MAX_NAME_CHARACTERS = 256
 _TAG_STARTS = "<[]"
 """First characters of tags. Text may quote words, but not tags."""
+_TAG_ENDS = (">", "]")
+"""Last characters of a tag that is whole: the rest of a tag is not part of some markers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,12 @@ class ToolCallReader:
         quote."""
         markers = (*self.section[:1], *self.markers)
         return tuple(marker for marker in markers if marker[0] in _TAG_STARTS)
+
+    @property
+    def block_ends(self) -> tuple[str, ...]:
+        """Tags that end a call or several calls."""
+        ends = tuple(end for end in self.ends if end[0] in _TAG_STARTS)
+        return ends + tuple(word for word in self.ignored_markers if word.startswith("</"))
 
 
 class ToolCallFormat(ToolCallReader):
@@ -148,7 +156,9 @@ class ToolCallParser(StreamParser):
                 source.stop_recording()
                 yield from self._read_raw_arguments()
             else:
-                self._add_text(source.rewind(len(marker) or 1))
+                text = source.rewind(len(marker) or 1)
+                if text != marker or not (yield from self._take_empty_block(marker)):
+                    self._add_text(text)
         if output.num_calls == num_calls:
             # The end tag belongs to text that is not a call, so it is text too.
             self._ignored = self._always_ignored
@@ -156,6 +166,27 @@ class ToolCallParser(StreamParser):
             ends = tuple(end for end in self._reader.ends if end[0] in _TAG_STARTS)
             self._ignored = tuple(dict.fromkeys(self._always_ignored + ends))
             self._text_end = ""
+
+    def _take_empty_block(self, marker: str) -> Steps[bool]:
+        """Take the end tag after `marker` if nothing but whitespace or an empty list is between
+        both tags. Whether the block is empty."""
+        source, ends = self._source, self._reader.block_ends
+        if not (ends and marker.startswith(tuple(_TAG_STARTS)) and marker.endswith(_TAG_ENDS)):
+            return False
+        is_empty = ""
+        source.start_recording()
+        yield from source.skip_whitespace()
+        is_list = yield from source.accept("[")
+        if is_list:
+            yield from source.skip_whitespace()
+        if not is_list or (yield from source.accept("]")):
+            yield from source.skip_whitespace()
+            is_empty = yield from source.accept(*ends)
+        if is_empty:
+            source.stop_recording()
+            return True
+        self._add_text(source.rewind(0))
+        return False
 
     def _read_raw_arguments(self) -> Steps[None]:
         """Read the rest of arguments that cannot be parsed."""

@@ -93,6 +93,11 @@ class Tags(ToolCallFormat):
     """Whether the name ends at the next tag, which is not consumed."""
 
     @property
+    def block_ends(self) -> tuple[str, ...]:
+        # A dataclass with slots is made anew: super() without arguments would mean the first class.
+        return (self.section_end or self.call_end, *super(Tags, self).block_ends)
+
+    @property
     def _after_call(self) -> tuple[str, ...]:
         """The tags that may follow a call."""
         ends = (self.section_end, self.opening, *self.markers, *self.ignored_markers)

@@ -23,6 +23,9 @@ from hpu.model_loader.size_estimate import layer_bytes
 from hpu.worker.card_plan import _plan_stage, plan_card
 from hpu.worker.draft_plan import NO_DRAFTER
 
+FLAGS = 2 * 128
+"""Bytes of a block's flags of tokens that are not finite, in the model and in a draft model."""
+
 FACTS = ModelConfig(
     "8b", "LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, max_position=16384
 )
@@ -90,7 +93,7 @@ def test_windows_are_planned_like_states_where_prefix_caching_is_off() -> None:
     # index of a warm-up and padding.
     windows = 16 * 2 * 8 * 128 * 2 * 9 * 128 * 10
     assert (cached["window_bytes"], told["window_bytes"]) == (0, windows)
-    assert cached["block_bytes"] == 2 * told["block_bytes"]
+    assert cached["block_bytes"] - FLAGS == 2 * (told["block_bytes"] - FLAGS)
     assert told["free_bytes"] == cached["free_bytes"] - windows
     assert told["num_blocks"] > 1.9 * cached["num_blocks"]
     assert f"{'windows':<16}{windows / 2**30:>8.2f}  of 8 sequences" in as_text(plan)
@@ -136,7 +139,7 @@ def test_a_block_is_as_large_as_its_data_type(kv_cache_dtype: str, block_bytes: 
     plan = make_plan(FACTS, cached, Target(device="gaudi3"))
 
     assert "Gaudi 3, 8 cards" in as_text(plan)
-    assert as_json(plan)["block_bytes"] == block_bytes
+    assert as_json(plan)["block_bytes"] == block_bytes + FLAGS
 
 
 def test_a_data_type_that_gaudi_does_not_cache_in_is_refused() -> None:
@@ -163,7 +166,7 @@ def test_told_blocks_are_the_plans() -> None:
 
     plan = as_json(make_plan(FACTS, told, Target(device="gaudi2")))
 
-    assert (plan["num_blocks"], plan["block_bytes"]) == (1000, 8 << 20)
+    assert (plan["num_blocks"], plan["block_bytes"]) == (1000, (8 << 20) + 64 * 2)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +241,7 @@ def test_a_model_of_70_billion_parameters_fits_eight_cards() -> None:
     assert (one["fits"], eight["fits"]) == (False, True)
     # Norms and the rotary table are on every card.
     assert 0.999 < eight["weight_bytes"] * 8 / one["weight_bytes"] < 1.01
-    assert eight["block_bytes"] * 8 == one["block_bytes"]
+    assert (eight["block_bytes"] - FLAGS) * 8 == one["block_bytes"] - FLAGS
     assert eight["notes"] == [note for note in eight["notes"] if "later version" not in note]
 
 
@@ -260,7 +263,7 @@ def test_whole_experts_are_planned_on_eight_cards(tmp_path: Path) -> None:
     assert told["weight_bytes"] == as_json(parts)["weight_bytes"]
     assert told["weight_bytes"] > 671e9 * 2 / 8
     # Latents of 576 numbers in 61 layers, whole on each card.
-    assert told["block_bytes"] == 61 * 576 * 2 * 128
+    assert told["block_bytes"] == 61 * 576 * 2 * 128 + FLAGS
     # 1.3 TB of weights in bfloat16 are more than eight cards of 128 GB have.
     assert not told["fits"]
     assert any(
@@ -269,7 +272,7 @@ def test_whole_experts_are_planned_on_eight_cards(tmp_path: Path) -> None:
     )
     told = as_json(two_machines)
     assert told["fits"] and (told["pipeline_parallel_size"], told["stage"]) == (2, 1)
-    assert told["block_bytes"] == 31 * 576 * 2 * 128
+    assert told["block_bytes"] == 31 * 576 * 2 * 128 + FLAGS
     assert "16 cards in 2 stages, whole experts on each" in as_text(two_machines)
     assert "stage 2 of 2" in as_text(two_machines)
     with pytest.raises(ConfigError, match="has no experts that could be distributed"):
@@ -317,7 +320,7 @@ def test_a_draft_model_takes_weights_and_a_part_of_each_block(tmp_path: Path) ->
     assert 2 * FACTS.vocab_size * 512 * 2 < drafter < 1.1 * 2 * FACTS.vocab_size * 512 * 2
     assert told["weight_bytes"] - plain["weight_bytes"] == drafter
     # Keys and values of two layers with four heads of 64 numbers, of 128 tokens.
-    assert told["block_bytes"] - plain["block_bytes"] == 2 * 2 * 4 * 64 * 2 * 128
+    assert told["block_bytes"] - plain["block_bytes"] == 2 * 2 * 4 * 64 * 2 * 128 + FLAGS
     assert told["num_blocks"] < plain["num_blocks"]
     assert f"{drafter / 2**30:.2f} of the drafter among them" in as_text(plan)
 
@@ -361,11 +364,11 @@ def test_the_last_of_two_stages_holds_the_drafter(tmp_path: Path) -> None:
 
     # Keys and values of two layers with four heads of 64 numbers, of 128 tokens.
     assert card.stage.is_last
-    assert card.drafter.block_bytes == 2 * 2 * 4 * 64 * 2 * 128
+    assert card.drafter.block_bytes == 2 * 2 * 4 * 64 * 2 * 128 + FLAGS
     assert card.block_bytes == plain.block_bytes + card.drafter.block_bytes
     first = _plan_stage(FACTS, card.demand, Stage(0, 2))
     assert first.drafter == NO_DRAFTER
-    assert first.block_bytes == plain.block_bytes
+    assert first.block_bytes == plain.block_bytes - FLAGS
 
 
 def test_changes_count_the_drafter_of_their_own_cards(tmp_path: Path) -> None:
@@ -375,7 +378,7 @@ def test_changes_count_the_drafter_of_their_own_cards(tmp_path: Path) -> None:
 
     one, two = (plan_card(FACTS, replace(demand, num_cards=n)).drafter for n in (1, 2))
 
-    assert two.block_bytes == one.block_bytes // 2
+    assert two.block_bytes - FLAGS == (one.block_bytes - FLAGS) // 2
     assert two.weight_bytes < 0.6 * one.weight_bytes
 
 
@@ -403,18 +406,18 @@ def test_the_plan_names_what_host_memory_and_files_hold() -> None:
     plan = make_plan(FACTS, config(offload=sizes), target)
     half = as_json(make_plan(FACTS, replace(on_cards(2), offload=sizes), target))["offload"]
 
-    # Blocks of 16 MiB: 9 GiB of host memory; a file has a header.
+    # Blocks of 16 MiB and their flags: 9 GiB of host memory; a file has a header.
     told = as_json(plan)
     offload = told["offload"]
-    assert (offload["host_blocks"], offload["host_tokens"]) == (9 * 64, 9 * 64 * 128)
+    assert (offload["host_blocks"], offload["host_tokens"]) == (575, 575 * 128)
     assert (offload["file_blocks"], offload["file_tokens"]) == (4095, 4095 * 128)
-    assert "host memory         9.00  576 blocks, 73728 tokens" in as_text(plan)
-    assert "files              63.98  4095 blocks, 524160 tokens" in as_text(plan)
+    assert "host memory         8.98  575 blocks, 73600 tokens" in as_text(plan)
+    assert "files              63.99  4095 blocks, 524160 tokens" in as_text(plan)
     # 1, 4 and 16 blocks on their way in, twice 16 on their way out.
     assert offload["staging_bytes"] == 53 * told["block_bytes"]
     assert told["free_bytes"] == plain["free_bytes"] - offload["staging_bytes"]
     # Of two cards each keeps half of a block, and has --swap-space to itself.
-    assert (half["host_blocks"], half["file_blocks"]) == (10 * 64, 4095)
+    assert (half["host_blocks"], half["file_blocks"]) == (639, 4095)
     assert plain["offload"] is None and "host memory" not in as_text(
         make_plan(FACTS, config(), target)
     )
@@ -425,7 +428,7 @@ def test_host_memory_that_holds_too_few_blocks_is_noted() -> None:
 
     plan = make_plan(FACTS, small, Target(device="gaudi2"))
 
-    assert "hold 1 KV blocks of 16777216 bytes, too few for a server" in plan.notes[0]
+    assert "hold 1 KV blocks of 16777472 bytes, too few for a server" in plan.notes[0]
     assert "preempted requests" in as_text(plan) and "evicted" not in as_text(plan)
 
 

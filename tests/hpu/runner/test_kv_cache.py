@@ -9,7 +9,7 @@ from hpu.backends.cpu import CpuBackend
 from hpu.backends.gaudi import GaudiBackend
 from hpu.layers.attention_base import KVCacheSpec, Shape
 from hpu.layers.non_finite import NonFiniteGuard
-from hpu.runner.kv_cache import KVCache, block_bytes
+from hpu.runner.kv_cache import KVCache, block_bytes, cache_sizes
 
 NAN = float("nan")
 
@@ -53,6 +53,27 @@ def test_a_pad_block_lies_behind_the_usable_blocks_and_is_counted() -> None:
     assert [keys.shape[0] for keys, _ in model.caches] == [4, 4]
     assert block_bytes(model, 4, torch.float32) == 2 * 2 * 4 * 2 * 3 * 4
     assert cache.bytes == 4 * block_bytes(model, 4, torch.float32)
+
+
+def test_flags_of_tokens_are_counted() -> None:
+    model = _Layers()
+    plain = block_bytes(model, 4, torch.float32)
+    model.non_finite_guard = NonFiniteGuard()
+
+    cache = _cache(model)
+
+    assert block_bytes(model, 4, torch.float32) == plain + 4 * 4
+    assert cache.bytes == sum(tensor.nbytes for tensor in cache.paged)
+    assert cache.bytes == 4 * block_bytes(model, 4, torch.float32)
+
+
+def test_flags_leave_a_model_without_full_attention_without_full_blocks() -> None:
+    model = _Layers(8, 8)
+    model.non_finite_guard = NonFiniteGuard()
+
+    sizes = cache_sizes(model, 4, torch.float32, num_rings=2)
+
+    assert (sizes.block, sizes.full_block) == (block_bytes(model, 4, torch.float32), 0)
 
 
 def test_scrubbing_replaces_what_is_not_a_number_in_these_blocks_alone() -> None:

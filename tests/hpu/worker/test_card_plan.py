@@ -1,15 +1,24 @@
 """A model in a card's memory: the guide's example, and what is advised when it does not fit."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from paged_harness import load_decoder
+from tiny_models import make_tiny
 
+from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from config.model.multimodal.vision import VisionFacts
+from config.model.read_config import read_model_config
+from config.params.speculation import SpeculationConfig
 from hpu.gaudi_devices import GIB
-from hpu.worker.card_plan import CardDemand, changes, plan_card
+from hpu.runner.kv_cache import block_bytes
+from hpu.worker.card_plan import CardDemand, changes, plan_card, with_companions
 
 SMALL = ModelConfig(
     "8b", "LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, max_position=131072
@@ -17,6 +26,8 @@ SMALL = ModelConfig(
 LARGE = replace(
     SMALL, path="70b", hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
 )
+FLAGS = 2 * 128
+"""Bytes of a block's flags of tokens that are not finite."""
 
 
 def demand(**changed: Any) -> CardDemand:
@@ -44,10 +55,11 @@ def test_the_guides_example_is_split_as_published() -> None:
 
     parts = [plan.free_bytes, plan.parts.usable, plan.parts.graphs, plan.parts.kv]
     assert [round(part / GIB, 2) for part in parts] == [79.16, 39.58, 15.83, 23.75]
-    assert plan.block_bytes == 16 << 20
+    assert plan.block_bytes == (16 << 20) + FLAGS
     assert plan.fits
-    # The guide's log prints the blocks of what it rounds to 23.75.
-    assert plan_card(SMALL, replace(guide, kv_bytes=int(23.75 * GIB))).num_blocks == 1519
+    # The guide's log prints the blocks of what it rounds to 23.75, for keys and values alone.
+    kv_bytes = int(23.75 * GIB) + 1520 * FLAGS
+    assert plan_card(SMALL, replace(guide, kv_bytes=kv_bytes)).num_blocks == 1519
 
 
 def test_a_long_context_over_many_new_tokens_takes_no_mask_of_both() -> None:
@@ -71,9 +83,26 @@ def test_the_guides_card_leaves_about_what_its_log_says() -> None:
 def test_each_card_holds_its_share() -> None:
     alone, shared = plan_card(SMALL, demand()), plan_card(SMALL, demand(num_cards=8))
 
-    assert 8 * shared.block_bytes == alone.block_bytes
+    assert 8 * (shared.block_bytes - FLAGS) == alone.block_bytes - FLAGS
     assert alone.weight_bytes / 8 < shared.weight_bytes < alone.weight_bytes / 7
     assert shared.num_blocks > 8 * alone.num_blocks
+
+
+def test_the_flags_of_tokens_are_counted_for_a_model_and_its_draft_model(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+    model = load_decoder(folder)
+    # As on a card, attention zeroes what is not finite.
+    model.read_contiguously()
+    block = block_bytes(model, 16, torch.float32)
+    method = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
+    drafts = SpeculationConfig(speculative_config=json.dumps(method))
+    facts = read_model_config(str(folder))
+    alone = demand(width=4, kv_width=4, max_model_len=128, block_size=16)
+
+    both = with_companions(alone, EngineConfig(str(folder), speculation=drafts), facts)
+
+    assert plan_card(facts, alone).block_bytes == block
+    assert plan_card(facts, both).block_bytes == 2 * block
 
 
 def test_sequences_at_once_are_counted_in_whole_blocks() -> None:

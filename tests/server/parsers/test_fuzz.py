@@ -1,6 +1,7 @@
 """Any text, in any cut, through every parser: nothing is raised, and nothing said is lost."""
 
 import json
+import re
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from server.parsers.output_parser import OutputParser
 from server.parsers.reasoning.tags import ReasoningFormat, ShownReasoning
 from server.parsers.registry import REASONING_FORMATS, TOOL_CALL_FORMATS, words_of
 from server.parsers.stream.base import Parser
+from server.parsers.stream.text_stream import WHITESPACE
 from server.parsers.tool.base import ToolCallFormat, ToolCallParser
 from server.parsers.tool.json import CALLS_ALONE, Arguments
 
@@ -61,18 +63,24 @@ def test_any_text_can_be_searched_for_calls(family: ToolCallFormat) -> None:
             assert all(isinstance(arguments, dict) for _, arguments in good_calls(whole))
         _, said, calls, _ = whole
         if not calls:
-            assert bare(said, family.ignored_markers) == bare(text, family.ignored_markers)
+            assert bare(said, family) == bare(text, family)
 
     check()
 
 
-def bare(text: str, words: tuple[str, ...]) -> str:
-    """`text` without these words, however they are nested."""
+def bare(text: str, family: ToolCallFormat) -> str:
+    """`text` without the ignored markers and blocks without calls, however they are nested."""
+    starts, ends = (
+        "|".join(map(re.escape, words)) for words in (family.markers, family.block_ends)
+    )
+    empty = rf"(?:{starts})[{WHITESPACE}]*(?:\[[{WHITESPACE}]*\])?[{WHITESPACE}]*(?:{ends})"
     before = ""
     while before != text:
         before = text
-        for word in words:
+        for word in family.ignored_markers:
             text = text.replace(word, "")
+        if family.block_ends:
+            text = re.sub(empty, "", text)
     return text
 
 

@@ -102,3 +102,40 @@ def test_a_long_answer_takes_time_in_proportion() -> None:
     pieces = [len(parser.feed("word ")) for _ in range(20_000)]
 
     assert sum(pieces) == 20_000
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("hermes", "<tool_call></tool_call>"),
+        ("hermes", "<tool_call>\n[ ]\n</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n</tool_call>"),
+        ("seed_oss", "<seed:tool_call></seed:tool_call>"),
+        ("glm45", "<tool_call></tool_call>"),
+        ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>"),
+        ("minimax_m3", "]<]minimax[>[<tool_call>]<]minimax[>[</tool_call>"),
+        ("gemma4", "<|tool_call><tool_call|>"),
+        ("deepseek_v32", "<\uff5cDSML\uff5cfunction_calls></\uff5cDSML\uff5cfunction_calls>"),
+        (
+            "deepseek_v3",
+            "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581calls\u2581end\uff5c>",
+        ),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>"),
+        ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>"),
+        ("apertus", "<|tools_prefix|>[]<|tools_suffix|>"),
+        ("olmo3", "<function_calls></function_calls>"),
+        ("dots", "<dots_function_call></dots_function_call>"),
+        ("longcat", "<longcat_tool_call></longcat_tool_call>"),
+    ],
+)
+def test_a_block_without_calls_is_dropped(name: str, block: str) -> None:
+    found = read_every_way(partial(parser_of, name), f"{block}\n\nNo call is needed.")
+
+    assert found[1:] == ("\n\nNo call is needed.", [], [])
+
+
+@pytest.mark.parametrize("text", ["<tool_call>\n[ ", "<tool_call> [</tool_call>", "<tool_call>]"])
+def test_a_block_that_is_neither_empty_nor_a_call_stays_text(text: str) -> None:
+    found = read_every_way(partial(parser_of, "hermes"), text)
+
+    assert found[1:] == (text, [], [])
