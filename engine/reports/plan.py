@@ -15,8 +15,9 @@ from config.model.model_config import ModelConfig
 from config.startup_checks import choose_max_model_len
 from engine.reports.buckets import BLOCK_SIZE, SECONDS_PER_GRAPH, planned_table
 from hpu.bucketing.bucket_table import BucketTable
+from hpu.bucketing.select import GAUDI_STRATEGY
 from hpu.gaudi_devices import GIB, generation
-from hpu.model_loader.size_estimate import count_active_parameters, count_parameters
+from hpu.model_loader.size_estimate import count_active_parameters, count_parameters, state_bytes
 from hpu.protocol import PREFILL
 from hpu.worker.card_plan import CardDemand, CardPlan, changes, plan_card, with_companions
 
@@ -111,8 +112,8 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     )
     demand = with_companions(demand, config, facts)
     card = plan_card(facts, demand)
-    table = _table(config, card) if card.fits else None
-    strategy = "exponential" if config.buckets.strategy == "auto" else config.buckets.strategy
+    table = _table(facts, config, card) if card.fits else None
+    strategy = GAUDI_STRATEGY if config.buckets.strategy == "auto" else config.buckets.strategy
     notes = []
     if facts.is_quantized and facts.quantization is None:
         notes.append(QUANTIZED_NOTE.format(dtype))
@@ -146,11 +147,21 @@ def _lengths(requested: Sequence[int], max_model_len: int) -> tuple[int, ...]:
     return tuple(requested) or (*shorter, max_model_len)
 
 
-def _table(config: EngineConfig, card: CardPlan) -> BucketTable:
+def _table(facts: ModelConfig, config: EngineConfig, card: CardPlan) -> BucketTable:
+    """The table that a worker makes for this model and card."""
+    demand = card.demand
+    states = state_bytes(facts, width=demand.width, num_seqs=1, num_cards=demand.num_cards)
     cache = replace(
-        config.cache, num_blocks=max(2, card.num_blocks), block_size=card.demand.block_size
+        config.cache,
+        num_blocks=max(2, card.num_blocks),
+        block_size=demand.block_size,
+        # Recurrent states are not cached.
+        enable_prefix_caching=config.cache.enable_prefix_caching and not states,
     )
-    return planned_table(replace(config, max_model_len=card.demand.max_model_len, cache=cache))
+    return planned_table(
+        replace(config, max_model_len=demand.max_model_len, cache=cache),
+        has_windows=facts.sliding_window is not None,
+    )
 
 
 def _graph_notes(card: CardPlan, count: int) -> list[str]:

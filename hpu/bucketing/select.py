@@ -19,6 +19,9 @@ from hpu.protocol import BucketLimits
 
 logger = logging.getLogger(__name__)
 
+GAUDI_STRATEGY = "exponential-v3"
+"""Strategy that `auto` selects on a Gaudi."""
+
 
 def generate_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
     """Prompt and decode shapes of every strategy except `exact`, which has no shapes."""

@@ -159,6 +159,11 @@ class LoadedModel:
         return isinstance(self.model, CausalLM) and bool(self.model.state_specs())
 
     @property
+    def has_windows(self) -> bool:
+        """Whether some layers see only the last tokens of a context."""
+        return isinstance(self.model, CausalLM) and any(self.model.cache_windows())
+
+    @property
     def prompt_vocab_size(self) -> int:
         """See WorkerReady.prompt_vocab_size."""
         facts = self.facts
@@ -200,6 +205,7 @@ class LoadedModel:
                 num_blocks=num_blocks,
                 prefix_caching=self.prefix_caching,
                 merged_prefill=self.prompts_per_row > 1,
+                bounds_references=not (self.has_states or self.has_windows),
             )
         return BucketTable.make(self.bucket_config, limits)
 
