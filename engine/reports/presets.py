@@ -108,7 +108,7 @@ def _best(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan | No
     for count in MAX_NUM_SEQS:
         for plan in _plans(facts, config, target, count):
             typical = min(TYPICAL_TOKENS, plan.card.demand.max_model_len)
-            if plan.card.fits and plan.card.sequences(typical) >= count:
+            if plan.fits and plan.card.sequences(typical) >= count:
                 return plan
     return None
 

@@ -117,13 +117,41 @@ def test_without_graphs_none_are_reserved_for() -> None:
     assert "no graphs are captured" in as_text(plan)
 
 
-def test_a_reserve_too_small_for_all_graphs_is_noted() -> None:
+def test_a_reserve_that_may_be_too_small_for_all_graphs_is_noted() -> None:
+    tight = config(warmup=WarmupConfig(graph_memory_fraction=0.02))
+
+    plan = make_plan(FACTS, tight, Target(device="gaudi2"))
+
+    (note,) = plan.notes
+    least, most = plan.graph_bytes
+    assert least <= plan.card.parts.graphs < most
+    assert f"{plan.num_graphs} graphs may not all fit into 0.79 GiB" in note
+    assert "--graph-reserved-mem 0." in note
+    assert plan.fits and "\nIt fits." in as_text(plan)
+
+
+def test_a_reserve_too_small_for_the_smallest_graphs_does_not_fit() -> None:
     small = config(warmup=WarmupConfig(graph_memory_fraction=0.001))
 
-    (note,) = make_plan(FACTS, small, Target(device="gaudi2")).notes
+    plan = make_plan(FACTS, small, Target(device="gaudi2"))
 
-    assert "will not all fit into 0.04 GiB" in note
-    assert "--graph-reserved-mem 0." in note
+    text, told = as_text(plan), as_json(plan)
+    least = plan.graph_bytes[0] / 2**30
+    assert f"graphs take {least:.2f} GiB at least, 0.04 GiB are reserved for graphs" in text
+    assert "  --graph-reserved-mem 0." in text
+    assert not plan.fits and told["fits"] is False and len(told["changes"]) == 2
+    assert told["buckets"]["least_bytes"] == plan.graph_bytes[0]
+
+
+def test_a_startup_probe_allows_twice_the_reading_of_weights_and_the_warm_up() -> None:
+    plan = make_plan(FACTS, config(), Target(device="gaudi2", seconds_per_graph=6.0))
+
+    seconds = 600 + 2 * (plan.card.weight_bytes / 500e6 + plan.num_graphs * 6.0)
+    assert plan.startup_seconds == pytest.approx(seconds)
+    assert f"startup probe: failureThreshold {-(-seconds // 10):.0f}, periodSeconds 10" in (
+        as_text(plan)
+    )
+    assert as_json(plan)["startup_seconds"] == -(-seconds // 1)
 
 
 @pytest.mark.parametrize(
