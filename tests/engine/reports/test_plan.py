@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from config.buckets import BucketConfig
 from config.data_parallel import DataParallelConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
@@ -95,7 +96,11 @@ def test_windows_are_planned_like_states_where_prefix_caching_is_off() -> None:
     assert told["num_blocks"] > 1.9 * cached["num_blocks"]
     assert f"{'windows':<16}{windows / 2**30:>8.2f}  of 8 sequences" in as_text(plan)
     # So many requests at once would leave less room than blocks of all layers do.
-    many = config(cache=off, scheduler=SchedulerConfig(max_num_seqs=2000))
+    many = config(
+        cache=off,
+        scheduler=SchedulerConfig(max_num_seqs=2000),
+        buckets=BucketConfig(strategy="exponential-v3"),
+    )
     assert as_json(make_plan(facts, many, target))["window_bytes"] == 0
 
 
