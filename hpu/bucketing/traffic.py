@@ -77,7 +77,7 @@ def general_launches(limits: BucketLimits) -> Launches:
             cached = 0 if number % 4 else int(prompt * rng.random())
             traffic.append(Lengths(prompt, output, cached))
         total.update(launches_of(traffic, limits))
-    return _spread(total, limits)
+    return _spread(dict(total), limits)
 
 
 def _spread(launches: Launches, limits: BucketLimits) -> Launches:
