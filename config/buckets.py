@@ -68,13 +68,14 @@ class BucketConfig:
     )
     traffic: str | None = setting(
         None,
-        "Lengths of real requests (JSONL, a /metrics page or a request log); selects the strategy "
-        "'fitted'",
+        "Lengths of real requests (JSONL, a /metrics page or a request log), for the strategy "
+        "'fitted', which it selects; none: a mix of chats, code and summaries",
         name="bucketing-traffic",
     )
-    num_graphs: int = setting(
-        100,
-        "Maximum number of buckets of the strategy 'fitted', prompts and decodes together",
+    num_graphs: int | None = setting(
+        None,
+        "Maximum number of buckets of the strategy 'fitted', prompts and decodes together; auto: "
+        "13 for each doubling of the blocks of a full context, at most as many as exponential-v3",
         name="bucketing-graphs",
         minimum=2,
     )
@@ -123,7 +124,8 @@ class BucketConfig:
                 f"--bucketing-strategy is {self.strategy!r} and --bucketing-file is "
                 f"{self.file or 'none'!r}: the strategy 'file' and a file need each other"
             )
-        if (self.strategy == "fitted") != (self.traffic is not None):
+        if self.traffic is not None and self.strategy != "fitted":
             raise ConfigError(
-                "--bucketing-strategy 'fitted' and --bucketing-traffic need each other"
+                f"--bucketing-strategy is {self.strategy!r} and --bucketing-traffic is "
+                f"{self.traffic!r}: only the strategy 'fitted' has a traffic"
             )

@@ -27,7 +27,7 @@ AT_LOAD = ("int8", "int4", "gguf")
 RAY = "ray"
 EXTERNAL_LAUNCHER = "external_launcher"
 EXECUTORS = ("auto", "uni", "mp", RAY, EXTERNAL_LAUNCHER)
-DEFAULT_PREFILL_BATCH, DEFAULT_POOLING_BATCH = 4, 16
+DEFAULT_PREFILL_BATCH, DEFAULT_MERGED_BATCH, DEFAULT_POOLING_BATCH = 1, 4, 16
 DEFAULT_TOKEN_BUDGET = 2048
 
 
@@ -108,8 +108,8 @@ class SchedulerConfig:
     max_prefill_batch: int | None = setting(
         None,
         "Maximum number of prompts in one prefill launch; auto: --prompt-bs-bucket-max if it is "
-        "given, else 4, or 16 for a pooling model; on CPU, where a batch size needs no bucket, as "
-        "many as the token limit of a step allows",
+        "given, else 1, 4 with --use-merged-prefill, or 16 for a pooling model; on CPU, where a "
+        "batch size needs no bucket, as many as the token limit of a step allows",
         aliases=("max-num-prefill-seqs",),
         minimum=1,
     )
@@ -173,9 +173,9 @@ class SchedulerConfig:
             return self.max_prefill_batch
         if is_exact:
             return self.max_num_seqs
-        return (
-            min(self.max_num_seqs, DEFAULT_POOLING_BATCH) if is_pooling else DEFAULT_PREFILL_BATCH
-        )
+        if is_pooling:
+            return min(self.max_num_seqs, DEFAULT_POOLING_BATCH)
+        return DEFAULT_MERGED_BATCH if self.merged_prefill else DEFAULT_PREFILL_BATCH
 
 
 @dataclass(frozen=True, slots=True)

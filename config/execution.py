@@ -11,7 +11,8 @@ SLICE_MULTIPLE = 1024
 """Slice sizes with which fused attention is known to work are multiples of this number
 (_setup_slicing in vllm_gaudi/extension/utils.py of vllm-project/vllm-gaudi)."""
 
-CAPTURE_ORDERS = ("min_tokens", "max_bs")
+CAPTURE_ORDERS = ("traffic", "min_tokens", "max_bs")
+"""Orders of captures: by use in the traffic, by tokens, or by batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +231,9 @@ class WarmupConfig:
     )
     traffic: str | None = setting(
         None,
-        "background: file with lengths of real requests, whose buckets come first; none: small "
-        "buckets first",
+        "File with lengths of real requests, whose buckets are captured first and, with "
+        "background, prepared first; none: --bucketing-traffic, or a mix of chats, code and "
+        "summaries",
         name="warmup-traffic",
     )
     full_guards_off: bool = setting(
@@ -262,15 +264,15 @@ class WarmupConfig:
         maximum=1,
     )
     prompt_order: str = setting(
-        "min_tokens",
-        "Which prompt buckets are captured first",
+        "traffic",
+        "Which prompt buckets are captured first: the most used, or in an order of vllm-gaudi",
         name="graph-prompt-strategy",
         variables=("VLLM_GRAPH_PROMPT_STRATEGY",),
         choices=CAPTURE_ORDERS,
     )
     decode_order: str = setting(
-        "max_bs",
-        "Which decode buckets are captured first",
+        "traffic",
+        "Which decode buckets are captured first: the most used, or in an order of vllm-gaudi",
         name="graph-decode-strategy",
         variables=("VLLM_GRAPH_DECODE_STRATEGY",),
         choices=CAPTURE_ORDERS,

@@ -341,6 +341,11 @@ class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):
     """Estimated seconds left; 0 if unknown."""
 
 
+MAX_REFERENCES = 3
+"""Block references of a decode for each block of the cache, at most: prompts that share a prefix
+refer to the same blocks. vLLM's Gaudi plug-in has the same bound, and saw about 2."""
+
+
 @dataclass(frozen=True, slots=True)
 class BucketLimits:
     """Limits of every launch shape: sizes of the scheduler, the model and the KV cache."""
@@ -357,6 +362,9 @@ class BucketLimits:
     merged_prefill: bool = False
     """Whether every prefill has a single row, with up to `max_prefill_batch` concatenated
     sequences."""
+    bounds_references: bool = True
+    """Whether decodes with more than MAX_REFERENCES block references per block are split. False for
+    models with states or windows, whose decodes may refer to the full context of each sequence."""
 
     @classmethod
     def for_pooling(
@@ -387,9 +395,14 @@ class BucketLimits:
 
     @property
     def max_decode_blocks(self) -> int:
-        """Maximum block references of a decode; a shared block counts once per sequence."""
+        """Maximum block references of a decode; a shared block counts once per sequence. Decodes
+        with more references are split into several launches."""
         full = self.max_num_seqs * self.blocks_per_seq
-        return full if self.prefix_caching else min(full, self.num_blocks)
+        if not self.prefix_caching:
+            return min(full, self.num_blocks)
+        if not self.bounds_references:
+            return full
+        return min(full, max(MAX_REFERENCES * self.num_blocks, self.blocks_per_seq))
 
 
 class OffloadFacts(msgspec.Struct, array_like=True, gc=False):

@@ -10,6 +10,7 @@ from config.errors import ConfigError
 from config.traffic import Lengths
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.fitted import Padding
+from hpu.bucketing.select import GAUDI_STRATEGY
 from hpu.protocol import DECODE, PREFILL, BucketLimits
 
 MAX_MODEL_LEN = 4096
@@ -35,8 +36,9 @@ class Cell(NamedTuple):
     waste: float
 
 
-def planned_limits(config: EngineConfig) -> BucketLimits:
-    """Limits from `config`, with defaults for limits that depend on the model or the card."""
+def planned_limits(config: EngineConfig, *, has_windows: bool = False) -> BucketLimits:
+    """Limits from `config`, with defaults for limits that depend on the model or the card.
+    `has_windows`: whether some layers see only the last tokens of a context."""
     cache, schedule = config.cache, config.scheduler
     max_model_len = config.max_model_len or MAX_MODEL_LEN
     block_size = cache.block_size or BLOCK_SIZE
@@ -50,6 +52,7 @@ def planned_limits(config: EngineConfig) -> BucketLimits:
         num_blocks=cache.num_blocks or full,
         prefix_caching=cache.enable_prefix_caching,
         merged_prefill=schedule.merged_prefill,
+        bounds_references=not has_windows,
     )
 
 
@@ -59,14 +62,14 @@ def fit_buckets(config: EngineConfig, traffic_file: str, num_graphs: int) -> Buc
     return BucketTable.make(buckets, planned_limits(config))
 
 
-def planned_table(config: EngineConfig) -> BucketTable:
-    """The table of the strategy in `config`; "auto" means exponential, as on a Gaudi."""
+def planned_table(config: EngineConfig, *, has_windows: bool = False) -> BucketTable:
+    """The table of the strategy in `config`; "auto" means the strategy of a Gaudi."""
     buckets = config.buckets
     if buckets.strategy == "auto":
-        buckets = replace(buckets, strategy="exponential")
+        buckets = replace(buckets, strategy=GAUDI_STRATEGY)
     if buckets.strategy == "exact":
         raise ConfigError("the strategy 'exact' pads nothing and has 0 buckets to show")
-    return BucketTable.make(buckets, planned_limits(config))
+    return BucketTable.make(buckets, planned_limits(config, has_windows=has_windows))
 
 
 def report(

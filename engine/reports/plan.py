@@ -15,8 +15,9 @@ from config.model.model_config import ModelConfig
 from config.startup_checks import choose_max_model_len
 from engine.reports.buckets import BLOCK_SIZE, SECONDS_PER_GRAPH, planned_table
 from hpu.bucketing.bucket_table import BucketTable
+from hpu.bucketing.select import GAUDI_STRATEGY
 from hpu.gaudi_devices import GIB, generation
-from hpu.model_loader.size_estimate import count_active_parameters, count_parameters
+from hpu.model_loader.size_estimate import count_active_parameters, count_parameters, state_bytes
 from hpu.protocol import PREFILL
 from hpu.worker.card_plan import CardDemand, CardPlan, changes, plan_card, with_companions
 
@@ -26,6 +27,15 @@ LENGTHS = (512, 2000, 8000, 32000)
 
 GRAPH_BYTES = (5_000_000, 20_000_000)
 """(smallest, largest) memory of a captured graph, from published calculators."""
+
+READ_BYTES_PER_S = 500_000_000
+"""Assumed speed at which weights are read from storage."""
+
+STARTUP_MARGIN_S = 600
+"""Start of processes, acquisition of cards and profile run, before the weights and the warm-up."""
+
+PROBE_PERIOD_S = 10
+"""`periodSeconds` of the startup probes in deploy/kubernetes."""
 
 QUANTIZED_NOTE = (
     "the checkpoint's weights are quantized, which is not served yet: they are counted in {}"
@@ -59,6 +69,36 @@ class Plan:
     strategy: str
     captures: bool
     notes: tuple[str, ...]
+
+    @property
+    def num_graphs(self) -> int:
+        """Buckets of a warm-up, each of which is compiled and captured."""
+        return len(self.table.reachable) if self.table is not None and self.captures else 0
+
+    @property
+    def graph_bytes(self) -> tuple[int, int]:
+        """(smallest, largest) memory of all graphs, by the published sizes."""
+        least, most = GRAPH_BYTES
+        return self.num_graphs * least, self.num_graphs * most
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model fits the card, and the smallest graphs fit the reserve."""
+        return self.card.fits and self.graph_bytes[0] <= self.card.parts.graphs
+
+    @property
+    def startup_seconds(self) -> float:
+        """Seconds that a startup probe should allow: twice the estimated time to read the weights
+        and to warm up, and a margin."""
+        demand = self.card.demand
+        weights = self.card.weight_bytes * demand.num_cards * demand.num_stages
+        warmup = self.num_graphs * self.target.seconds_per_graph
+        return STARTUP_MARGIN_S + 2 * (weights / READ_BYTES_PER_S + warmup)
+
+    @property
+    def probe_failures(self) -> int:
+        """`failureThreshold` of a startup probe that allows `startup_seconds`."""
+        return math.ceil(self.startup_seconds / PROBE_PERIOD_S)
 
 
 def with_sizes(facts: ModelConfig, model_impl: str) -> ModelConfig:
@@ -111,8 +151,8 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     )
     demand = with_companions(demand, config, facts)
     card = plan_card(facts, demand)
-    table = _table(config, card) if card.fits else None
-    strategy = "exponential" if config.buckets.strategy == "auto" else config.buckets.strategy
+    table = _table(facts, config, card) if card.fits else None
+    strategy = GAUDI_STRATEGY if config.buckets.strategy == "auto" else config.buckets.strategy
     notes = []
     if facts.is_quantized and facts.quantization is None:
         notes.append(QUANTIZED_NOTE.format(dtype))
@@ -121,9 +161,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
             f"--kv-offloading-size and --swap-space hold {card.tiers.host_blocks} KV blocks of "
             f"{card.block_bytes} bytes, too few for a server"
         )
-    if table is not None and not config.enforce_eager:
-        notes += _graph_notes(card, len(table.reachable))
-    return Plan(
+    plan = Plan(
         facts,
         target,
         dtype,
@@ -134,6 +172,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         not config.enforce_eager,
         tuple(notes),
     )
+    return replace(plan, notes=(*plan.notes, *_graph_notes(plan)))
 
 
 def _lengths(requested: Sequence[int], max_model_len: int) -> tuple[int, ...]:
@@ -146,27 +185,41 @@ def _lengths(requested: Sequence[int], max_model_len: int) -> tuple[int, ...]:
     return tuple(requested) or (*shorter, max_model_len)
 
 
-def _table(config: EngineConfig, card: CardPlan) -> BucketTable:
+def _table(facts: ModelConfig, config: EngineConfig, card: CardPlan) -> BucketTable:
+    """The table that a worker makes for this model and card."""
+    demand = card.demand
+    states = state_bytes(facts, width=demand.width, num_seqs=1, num_cards=demand.num_cards)
     cache = replace(
-        config.cache, num_blocks=max(2, card.num_blocks), block_size=card.demand.block_size
+        config.cache,
+        num_blocks=max(2, card.num_blocks),
+        block_size=demand.block_size,
+        # Recurrent states are not cached.
+        enable_prefix_caching=config.cache.enable_prefix_caching and not states,
     )
-    return planned_table(replace(config, max_model_len=card.demand.max_model_len, cache=cache))
+    return planned_table(
+        replace(config, max_model_len=demand.max_model_len, cache=cache),
+        has_windows=facts.sliding_window is not None,
+    )
 
 
-def _graph_notes(card: CardPlan, count: int) -> list[str]:
-    """A note if the graphs may not all fit into the reserve, by the published graph sizes."""
-    least, most = (count * size for size in GRAPH_BYTES)
-    if most <= card.parts.graphs:
+def _graph_notes(plan: Plan) -> list[str]:
+    """A note if the largest graphs of the published sizes do not all fit into the reserve."""
+    least, most = plan.graph_bytes
+    reserve = plan.card.parts.graphs
+    if not plan.fits or most <= reserve:
         return []
-    wanted = math.ceil(100 * most / card.parts.usable) / 100
-    certainty = "will not" if least > card.parts.graphs else "may not"
-    remedy = "fewer buckets (`gaudiserve buckets fit`)"
-    if wanted < 1:
-        remedy = f"--graph-reserved-mem {wanted:g}, or {remedy}"
     return [
-        f"{count} graphs {certainty} all fit into {bytes_text(card.parts.graphs)}: they take "
-        f"{bytes_text(least)} to {bytes_text(most)}; {remedy}"
+        f"{plan.num_graphs} graphs may not all fit into {reserve / GIB:.2f} GiB: they take "
+        f"{least / GIB:.2f} to {most / GIB:.2f} GiB, and launches without a graph are slower; "
+        + ", or ".join(_graph_changes(plan))
     ]
+
+
+def _graph_changes(plan: Plan) -> list[str]:
+    """Changes after which all graphs fit into the reserve."""
+    wanted = math.ceil(100 * plan.graph_bytes[1] / plan.card.parts.usable) / 100
+    larger = [f"--graph-reserved-mem {wanted:g}"] if wanted < 1 else []
+    return [*larger, "fewer buckets (`gaudiserve buckets fit`)"]
 
 
 def as_text(plan: Plan) -> str:
@@ -179,11 +232,11 @@ def as_text(plan: Plan) -> str:
     if plan.table is not None:
         lines += ["", *_buckets(plan, plan.table)]
     lines.append("")
-    if plan.card.fits:
+    if plan.fits:
         lines.append("It fits.")
     else:
-        lines.append(f"It does not fit: {_shortage(plan.card)}. What would:")
-        lines += [f"  {change}" for change in changes(plan.facts, plan.card)]
+        lines.append(f"It does not fit: {_shortage(plan)}. What would:")
+        lines += [f"  {change}" for change in _changes(plan)]
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
 
@@ -284,16 +337,18 @@ def _offload(card: CardPlan) -> list[str]:
 
 def _buckets(plan: Plan, table: BucketTable) -> list[str]:
     prompts, decodes = _counts(table)
-    count, seconds = len(table.reachable), plan.target.seconds_per_graph
+    count, seconds = plan.num_graphs, plan.target.seconds_per_graph
     lines = [f"buckets, {plan.strategy}: {prompts} for prompts, {decodes} for decodes"]
     if not plan.captures:
-        return [*lines, "warm-up: no graphs are captured, eager is enforced"]
-    least, most = (count * size for size in GRAPH_BYTES)
-    lines.append(
-        f"warm-up: {count} graphs, about {count * seconds / 60:.1f} minutes at {seconds:g} s each, "
-        f"{bytes_text(least)} to {bytes_text(most)}"
-    )
-    return lines
+        lines.append("warm-up: no graphs are captured, eager is enforced")
+    else:
+        least, most = (size / GIB for size in plan.graph_bytes)
+        lines.append(
+            f"warm-up: {count} graphs, about {count * seconds / 60:.1f} minutes at {seconds:g} s "
+            f"each, {least:.2f} to {most:.2f} GiB of {plan.card.parts.graphs / GIB:.2f}"
+        )
+    probe = f"failureThreshold {plan.probe_failures}, periodSeconds {PROBE_PERIOD_S}"
+    return [*lines, f"startup probe: {probe}"]
 
 
 def _counts(table: BucketTable) -> tuple[int, int]:
@@ -301,7 +356,20 @@ def _counts(table: BucketTable) -> tuple[int, int]:
     return prompts, len(table.buckets) - prompts
 
 
-def _shortage(card: CardPlan) -> str:
+def _changes(plan: Plan) -> list[str]:
+    """Changes that would make the plan fit."""
+    if plan.fits:
+        return []
+    return _graph_changes(plan) if plan.card.fits else changes(plan.facts, plan.card)
+
+
+def _shortage(plan: Plan) -> str:
+    card = plan.card
+    if card.fits:
+        return (
+            f"{plan.num_graphs} graphs take {plan.graph_bytes[0] / GIB:.2f} GiB at least, "
+            f"{card.parts.graphs / GIB:.2f} GiB are reserved for graphs"
+        )
     if card.free_bytes <= 0:
         needed = card.card_bytes - card.free_bytes
         more = [
@@ -362,8 +430,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "num_blocks": card.num_blocks,
         "sequences": {str(length): card.sequences(length) for length in plan.lengths},
         "buckets": _buckets_json(plan),
-        "fits": card.fits,
-        "changes": [] if card.fits else changes(plan.facts, card),
+        "startup_seconds": math.ceil(plan.startup_seconds),
+        "fits": plan.fits,
+        "changes": _changes(plan),
         "notes": list(plan.notes),
     }
 
@@ -383,11 +452,14 @@ def _buckets_json(plan: Plan) -> dict[str, Any] | None:
     if plan.table is None:
         return None
     prompts, decodes = _counts(plan.table)
-    graphs = len(plan.table.reachable) if plan.captures else 0
+    graphs = plan.num_graphs
+    least, most = plan.graph_bytes
     return {
         "strategy": plan.strategy,
         "prompts": prompts,
         "decodes": decodes,
         "graphs": graphs,
+        "least_bytes": least,
+        "most_bytes": most,
         "warmup_seconds": graphs * plan.target.seconds_per_graph,
     }

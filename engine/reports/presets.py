@@ -8,7 +8,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from config.startup_checks import choose_max_model_len
-from engine.reports.plan import GRAPH_BYTES, Plan, Target, make_plan
+from engine.reports.plan import Plan, Target, make_plan
 from hpu.doctor.cards import find_cards
 from hpu.doctor.machine import Machine
 
@@ -105,29 +105,35 @@ def _with(config: EngineConfig, cards: int, length: int) -> EngineConfig:
 def _best(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan | None:
     """The fitting plan with the most concurrent sequences; None if no plan fits or the model cannot
     be sharded over this many cards."""
+    buckets = config.buckets
+    if buckets.strategy == "auto":
+        # Fitted buckets take seconds for each plan, and are not more than these.
+        config = replace(config, buckets=replace(buckets, strategy="exponential-v3"))
     for count in MAX_NUM_SEQS:
-        for plan in _plans(facts, config, target, count):
+        for tried, plan in _plans(facts, config, target, count):
             typical = min(TYPICAL_TOKENS, plan.card.demand.max_model_len)
-            if plan.card.fits and plan.card.sequences(typical) >= count:
-                return plan
+            if plan.fits and plan.card.sequences(typical) >= count:
+                return make_plan(facts, replace(tried, buckets=buckets), target)
     return None
 
 
-def _plans(facts: ModelConfig, config: EngineConfig, target: Target, count: int) -> Iterator[Plan]:
-    """A plan with memory for all graphs, if that share is allowed, then a plan with the configured
-    share."""
+def _plans(
+    facts: ModelConfig, config: EngineConfig, target: Target, count: int
+) -> Iterator[tuple[EngineConfig, Plan]]:
+    """(settings, plan) with memory for all graphs, if that share is allowed, then with the
+    configured share."""
     config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=count))
     try:
         plan = make_plan(facts, config, target)
     except ConfigError:
         return
     if plan.table is not None and plan.captures:
-        most = len(plan.table.reachable) * GRAPH_BYTES[1]
-        share = math.ceil(100 * most / plan.card.parts.usable) / 100
+        share = math.ceil(100 * plan.graph_bytes[1] / plan.card.parts.usable) / 100
         if plan.card.demand.graph_reserved < share <= MAX_GRAPH_MEMORY:
-            warmup = replace(config.warmup, graph_memory_fraction=share)
-            yield make_plan(facts, replace(config, warmup=warmup), target)
-    yield plan
+            larger = replace(config.warmup, graph_memory_fraction=share)
+            larger_config = replace(config, warmup=larger)
+            yield larger_config, make_plan(facts, larger_config, target)
+    yield config, plan
 
 
 def free_cards(machine: Machine) -> tuple[str | None, int]:

@@ -82,7 +82,13 @@ class LaunchPacker:
         )
 
     def must_split(self, num_requests: int, num_blocks: int) -> bool:
-        """Whether a decode of `num_requests` must be split into several launches."""
+        """Whether a decode of `num_requests` must be split into several launches: it has more block
+        references than any bucket is meant for, or may not be compiled."""
+        limits = self._table.limits
+        # Without prefix caching a decode may read a slice of the cache, which cannot be split.
+        gathers = limits.prefix_caching and not self._table.is_exact
+        if gathers and num_blocks > limits.max_decode_blocks:
+            return True
         return self._rejects and not self._table.is_prepared(DECODE, num_requests, 1, num_blocks)
 
     def decode_split(self, req_indices: list[int], blocks: list[int]) -> list[Launch]:

@@ -23,6 +23,7 @@ from config.model.model_config import ModelConfig
 from hpu.backends.base import Backend, Function, FusibleModel
 from hpu.backends.gaudi_copies import HostCopies
 from hpu.backends.gaudi_group import GaudiGroup
+from hpu.bucketing.select import GAUDI_STRATEGY
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 from hpu.doctor.machine import distribution_version
 from hpu.doctor.software import RUNTIME_DISTRIBUTION
@@ -179,7 +180,7 @@ class GaudiBackend(Backend):
 
     name = "hpu"
     default_block_size = 128
-    default_strategy = "exponential"
+    default_strategy = GAUDI_STRATEGY
     default_dtype = torch.bfloat16
     fast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     index_dtype = torch.int32

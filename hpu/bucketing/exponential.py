@@ -1,12 +1,14 @@
 """Strategies `exponential` and `exponential-v3`: points in a constant ratio on every axis.
 
-Rules of vLLM's Gaudi plug-in (v3: 0.11 and later), from its bucketing guide and server logs.
+Rules of vLLM's Gaudi plug-in, from its bucketing guide and server logs; v3 is the rule of its
+newest version.
 """
 
 import itertools
 import math
+from collections.abc import Iterable
 
-from hpu.protocol import BucketLimits, Shape
+from hpu.protocol import MAX_REFERENCES, BucketLimits, Shape
 
 Axis = tuple[int, int, int, int]
 """(min, step, max, maximum number of points)"""
@@ -99,45 +101,60 @@ def v3_prompt_axes(
 
 
 def v3_decode_axes(limits: BucketLimits) -> tuple[Axis, Axis, Axis]:
-    """(batch, query, blocks) axes of decodes. With prefix caching requests share blocks, and a
-    decode refers to up to three times the number of blocks."""
-    max_batch, num_blocks = limits.max_num_seqs, limits.num_blocks
-    references = 3 * num_blocks if limits.prefix_caching else num_blocks
-    blocks = min(references, limits.blocks_per_seq * max_batch)
+    """(batch, query, blocks) axes of decodes. An axis beyond the usual bound of block references
+    has further points, so that the points stay as close as they are below the bound."""
+    max_batch, blocks = limits.max_num_seqs, limits.max_decode_blocks
+    points, bound = num_points(blocks), MAX_REFERENCES * limits.num_blocks
+    if limits.prefix_caching and blocks > bound:
+        points += num_points(math.ceil(blocks / bound))
     return (
         (1, 2, max_batch, num_points(max_batch)),
         (1, 1, 1, 1),
-        (1, max_batch, blocks, num_points(blocks)),
+        (1, max_batch, blocks, points),
     )
 
 
 def v3_prompts(
     limits: BucketLimits, *, query_min: int | None = None, context_max: int | None = None
 ) -> list[Shape]:
-    """Prompt buckets of the newer rules, within the budget without the cached context. Long
-    contexts have an additional point per query: the largest context that fits with it, if below
-    `context_max`."""
+    """Prompt buckets of the newer rules, within the budget without the cached context.
+
+    With a long context, the largest context of a query is the context that may precede its shortest
+    chunk, if below `context_max`. The plug-in takes the context that precedes a full query, and
+    compiles the chunks in between while it serves.
+    """
     block, max_len = limits.block_size, limits.max_model_len
-    batches, queries, axis = map(axis_points, v3_prompt_axes(limits, query_min=query_min))
+    batches, queries, contexts = map(axis_points, v3_prompt_axes(limits, query_min=query_min))
     within = math.ceil((max_len - 1) / block)
     shapes: set[Shape] = set()
-    for batch, query in itertools.product(batches, queries):
+    for batch, (shorter, query) in itertools.product(batches, itertools.pairwise([0, *queries])):
         if query > max_len or batch * query > limits.max_num_batched_tokens:
             continue
-        contexts = list(axis)
-        edge = (max_len - query) // block
-        if max_len >= LONG_CONTEXT and (context_max is None or edge < context_max):
-            contexts.append(edge)
-        shapes.update((batch, query, blocks) for blocks in contexts if blocks <= within)
+        edge = math.ceil((max_len - shorter - 1) / block)
+        if max_len < LONG_CONTEXT or (context_max is not None and edge >= context_max):
+            edge = contexts[-1]
+        shapes.update(
+            (batch, query, blocks) for blocks in (*contexts[:-1], edge) if blocks <= within
+        )
     return sorted(shapes)
 
 
 def v3_decodes(limits: BucketLimits) -> list[Shape]:
-    """Decode buckets of the newer rules. With prefix caching the number of blocks is at least the
-    batch, and at most the maximum blocks of the batch."""
+    """Decode buckets of the newer rules."""
     batches, _, blocks = map(axis_points, v3_decode_axes(limits))
     if not limits.prefix_caching:
-        return list(itertools.product(batches, (1,), sorted({*blocks, limits.num_blocks})))
+        blocks = sorted({*blocks, limits.num_blocks})
+    return possible_decodes(batches, blocks, limits)
+
+
+def possible_decodes(
+    batches: Iterable[int], blocks: Iterable[int], limits: BucketLimits
+) -> list[Shape]:
+    """Every combination of batch and blocks that decodes can have. A decode that gathers blocks
+    reads at least a block for each sequence, and at most the blocks of their full contexts; a
+    decode without prefix caching may read a slice of the cache instead."""
+    if not limits.prefix_caching:
+        return list(itertools.product(batches, (1,), blocks))
     return sorted(
         {
             (batch, 1, min(count, batch * limits.blocks_per_seq))

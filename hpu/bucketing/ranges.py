@@ -7,6 +7,7 @@ import math
 
 from config.buckets import BucketConfig, Range
 from hpu.bucketing.cost import Shapes
+from hpu.bucketing.exponential import possible_decodes
 from hpu.protocol import BucketLimits
 
 PAD_PERCENT = 25
@@ -23,12 +24,12 @@ def range_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
         axis(config.prompt_query, block, block, limits.max_query),
         axis(config.prompt_context, 0, 1 if is_linear else 2, limits.blocks_per_seq, chunk_blocks),
     )
-    decodes = itertools.product(
+    decodes = possible_decodes(
         axis(config.decode_batch, 1, 32 if is_linear else 2, limits.max_num_seqs),
-        (1,),
         axis(config.decode_blocks, block, block, limits.max_decode_blocks),
+        limits,
     )
-    return list(prompts), list(decodes)
+    return list(prompts), decodes
 
 
 def linear_points(low: int, step: int, high: int) -> list[int]:

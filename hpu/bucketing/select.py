@@ -1,6 +1,7 @@
 """Generation of buckets by strategy name."""
 
 import logging
+import math
 
 from config.buckets import BucketConfig, Range
 from config.traffic import read_traffic
@@ -14,10 +15,17 @@ from hpu.bucketing.exponential import (
 from hpu.bucketing.file import read_bucket_file
 from hpu.bucketing.fitted import fit
 from hpu.bucketing.ranges import range_buckets
-from hpu.bucketing.traffic import launches_of, with_rare
+from hpu.bucketing.traffic import general_launches, launches_of, with_rare
 from hpu.protocol import BucketLimits
 
 logger = logging.getLogger(__name__)
+
+GAUDI_STRATEGY, POOLING_STRATEGY = "fitted", "exponential-v3"
+"""Strategies that `auto` selects on a Gaudi, for models that generate and for pooling models."""
+
+GRAPHS_PER_DOUBLING = 13
+"""Fitted buckets for each doubling of the blocks of a full context: 78 for 8192 tokens, 130 for
+131,072."""
 
 
 def generate_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
@@ -26,9 +34,12 @@ def generate_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
         assert config.file is not None  # checked by BucketConfig
         return read_bucket_file(config.file)
     if config.strategy == "fitted":
-        assert config.traffic is not None  # checked by BucketConfig
-        launches = launches_of(read_traffic(config.traffic), limits)
-        return fit(with_rare(launches, limits), config.num_graphs, limits)
+        if config.traffic:
+            launches = launches_of(read_traffic(config.traffic), limits)
+        else:
+            launches = general_launches(limits)
+        num_graphs = config.num_graphs or default_graphs(limits)
+        return fit(with_rare(launches, limits), num_graphs, limits)
     if config.strategy == "exponential":
         _warn_of_ignored_ranges(config)
         return exponential_prompts(limits), exponential_decodes(limits)
@@ -39,6 +50,13 @@ def generate_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
         )
         return prompts, v3_decodes(limits)
     return range_buckets(config, limits)
+
+
+def default_graphs(limits: BucketLimits) -> int:
+    """Maximum number of fitted buckets, unless configured."""
+    doublings = math.log2(limits.blocks_per_seq)
+    most = len(v3_prompts(limits)) + len(v3_decodes(limits))
+    return max(2, min(round(GRAPHS_PER_DOUBLING * doublings), most))
 
 
 def _warn_of_ignored_ranges(config: BucketConfig) -> None:

@@ -3,7 +3,8 @@
 import math
 import random
 from collections import Counter
-from typing import NamedTuple
+
+import numpy as np
 
 from config.traffic import Lengths
 from hpu.bucketing.cost import LAUNCH_TOKENS, launch_cost
@@ -13,19 +14,33 @@ Launches = dict[Bucket, float]
 """(phase, batch, query, blocks) before padding -> frequency."""
 
 SAMPLE = 512
-"""Requests drawn from a traffic; more requests change the boundaries little."""
+"""Requests drawn from a traffic, unless the highest load needs more; more requests change the
+boundaries little."""
 
 LOADS = 12
 """Number of simulated loads, from 1 sequence to max_num_seqs, in a constant ratio."""
 
 
 RARE_FRACTION = 0.02
-"""Cost that `with_rare` adds, as a fraction of the traffic's prefill cost."""
+"""Cost that `with_rare` adds to each phase, as a fraction of the phase's cost."""
+
+GENERAL = ((400, 250), (1500, 400), (3000, 200))
+"""Median (prompt, output) tokens of the general traffic: chats, code and summaries."""
+
+GENERAL_SIGMAS = (0.8, 0.7)
+"""Standard deviations of the logarithms of the general prompt and output tokens."""
+
+WAVES, LEAST_REQUESTS = 4, 64
+"""Requests that are simulated at a load: this many times the load, and at least this number."""
+
+GENERAL_SPREAD = (0.7, 0.85, 1.0, 1.2, 1.45)
+
+GENERAL_CONTEXT = 4096
+"""Maximum length of a server below which the general traffic has shorter requests."""
 
 
-class _Running(NamedTuple):
-    context: int
-    remaining: int
+_Prompt = tuple[Lengths, int]
+"""A request, and its computed or cached prompt tokens."""
 
 
 def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
@@ -33,11 +48,11 @@ def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
 
     Lengths do not tell the load of a server, so every load has equal weight in modelled cost.
     """
-    requests = [_clipped(one, limits.max_model_len) for one in _sample(traffic)]
+    requests = [_clipped(one, limits) for one in _sample(traffic, limits)]
     loads = sorted({round(limits.max_num_seqs ** (i / (LOADS - 1))) for i in range(LOADS)})
     total: Counter[Bucket] = Counter()
     for load in loads:
-        launches = _run(requests, load, limits)
+        launches = _run(requests[: max(LEAST_REQUESTS, WAVES * load)], load, limits)
         cost = sum(
             count * launch_cost(*shape, limits.block_size) for shape, count in launches.items()
         )
@@ -46,29 +61,72 @@ def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
     return dict(total)
 
 
+def general_launches(limits: BucketLimits) -> Launches:
+    """Launches of servers that answer chats, code or summaries, for a server whose traffic is not
+    known. A quarter of the prompts begin with a cached prefix."""
+    rng = random.Random(0)
+    total: Counter[Bucket] = Counter()
+    scale = min(1.0, limits.max_model_len / GENERAL_CONTEXT)
+    for medians in GENERAL:
+        traffic = []
+        for number in range(max(LEAST_REQUESTS, WAVES * limits.max_num_seqs)):
+            prompt, output = (
+                math.ceil(scale * median * rng.lognormvariate(0, sigma))
+                for median, sigma in zip(medians, GENERAL_SIGMAS, strict=True)
+            )
+            cached = 0 if number % 4 else int(prompt * rng.random())
+            traffic.append(Lengths(prompt, output, cached))
+        total.update(launches_of(traffic, limits))
+    return _spread(dict(total), limits)
+
+
+def _spread(launches: Launches, limits: BucketLimits) -> Launches:
+    """`launches` with the blocks of each decode multiplied by each of GENERAL_SPREAD: a server's
+    contexts are shorter or longer than those of the simulated requests."""
+    spread: Counter[Bucket] = Counter()
+    for (phase, batch, query, blocks), weight in launches.items():
+        if phase == PREFILL:
+            spread[phase, batch, query, blocks] += weight  # type: ignore[assignment]
+            continue
+        for factor in GENERAL_SPREAD:
+            most = min(limits.max_decode_blocks, batch * limits.blocks_per_seq)
+            scaled = max(batch, min(round(factor * blocks), most))
+            spread[phase, batch, query, scaled] += weight / len(GENERAL_SPREAD)  # type: ignore[assignment]
+    return dict(spread)
+
+
 def with_rare(launches: Launches, limits: BucketLimits) -> Launches:
-    """`launches`, and a few prompts of every size: sizes missing in the traffic may still occur,
-    and should not be padded to the largest bucket."""
+    """`launches`, and a few prompts and decodes of every size: sizes missing in the traffic may
+    still occur, and should not be padded to the largest bucket."""
     queries = {limits.max_query >> i for i in range(8)} - {0}
     contexts = {0, *(limits.blocks_per_seq // part for part in (8, 4, 2))}
-    rare = [(PREFILL, 1, query, blocks) for query in queries for blocks in contexts]
-    cost = sum(
-        count * launch_cost(*shape, limits.block_size)
-        for shape, count in launches.items()
-        if shape[0] == PREFILL
-    )
+    batches = {limits.max_num_seqs >> i for i in range(8)} - {0}
+    decodes = {
+        (DECODE, batch, 1, max(batch, min(batch * blocks, limits.max_decode_blocks)))
+        for batch in batches
+        for blocks in (limits.blocks_per_seq // part for part in (8, 4, 2, 1))
+    }
+    prompts = {(PREFILL, 1, query, blocks) for query in queries for blocks in contexts}
     both = dict(launches)
-    for shape in rare:
-        share = RARE_FRACTION * cost / len(rare) / launch_cost(*shape, limits.block_size)
-        both[shape] = both.get(shape, 0.0) + share
+    for phase, rare in ((PREFILL, prompts), (DECODE, decodes)):
+        cost = sum(
+            count * launch_cost(*shape, limits.block_size)
+            for shape, count in launches.items()
+            if shape[0] == phase
+        )
+        for shape in sorted(rare):
+            share = RARE_FRACTION * cost / len(rare) / launch_cost(*shape, limits.block_size)
+            both[shape] = both.get(shape, 0.0) + share
     return both
 
 
-def _sample(traffic: list[Lengths]) -> list[Lengths]:
+def _sample(traffic: list[Lengths], limits: BucketLimits) -> list[Lengths]:
     """Requests drawn evenly over the total weight, shuffled with a fixed seed: the engine and the
     worker must build the same table."""
     total = sum(one.weight for one in traffic)
-    count = min(SAMPLE, len(traffic)) if total == len(traffic) else SAMPLE
+    count = max(SAMPLE, WAVES * limits.max_num_seqs)
+    if total == len(traffic):
+        count = min(count, len(traffic))
     ordered = sorted(traffic, key=lambda one: (one.prompt_tokens, one.output_tokens))
     chosen: list[Lengths] = []
     reached = 0.0
@@ -80,10 +138,12 @@ def _sample(traffic: list[Lengths]) -> list[Lengths]:
     return chosen
 
 
-def _clipped(one: Lengths, max_model_len: int) -> Lengths:
-    prompt = min(one.prompt_tokens, max_model_len)
-    cached = min(one.cached_tokens, prompt - 1)
-    return Lengths(prompt, min(one.output_tokens, max_model_len - prompt), cached)
+def _clipped(one: Lengths, limits: BucketLimits) -> Lengths:
+    prompt = min(one.prompt_tokens, limits.max_model_len)
+    if limits.is_pooling:
+        return Lengths(prompt, 0)
+    cached = min(one.cached_tokens, prompt - 1) if limits.prefix_caching else 0
+    return Lengths(prompt, min(one.output_tokens, limits.max_model_len - prompt), cached)
 
 
 def _run(requests: list[Lengths], load: int, limits: BucketLimits) -> Counter[Bucket]:
@@ -92,49 +152,54 @@ def _run(requests: list[Lengths], load: int, limits: BucketLimits) -> Counter[Bu
     launches: Counter[Bucket] = Counter()
     size = limits.block_size
     waiting = requests[::-1]
-    prompts: list[tuple[Lengths, int]] = []
-    running: list[_Running] = []
+    prompts: list[_Prompt] = []
+    contexts = remaining = np.zeros(0, np.int64)
     stride = max(8, max(one.output_tokens for one in requests) // 64)
-    while waiting or prompts or running:
-        while waiting and len(prompts) + len(running) < load:
+    while waiting or prompts or len(contexts):
+        while waiting and len(prompts) + len(contexts) < load:
             one = waiting.pop()
             prompts.append((one, one.cached_tokens // size * size))
-        if running:
+        if len(contexts):
             # Between two arrivals only the contexts grow: count a shape for several steps.
-            steps = 1 if prompts else min(stride, *(one.remaining for one in running))
-            blocks = sum(-(-(one.context + steps // 2) // size) for one in running)
-            blocks = min(max(blocks, len(running)), limits.max_decode_blocks)
-            launches[DECODE, len(running), 1, blocks] += steps
-            advanced = (_Running(one.context + steps, one.remaining - steps) for one in running)
-            running = [one for one in advanced if one.remaining > 0]
+            steps = 1 if prompts else min(stride, int(remaining.min()))
+            blocks = int((-(-(contexts + steps // 2) // size)).sum())
+            blocks = min(max(blocks, len(contexts)), limits.max_decode_blocks)
+            launches[DECODE, len(contexts), 1, blocks] += steps
+            remaining = remaining - steps
+            runs = remaining > 0
+            contexts, remaining = contexts[runs] + steps, remaining[runs]
         if prompts:
-            prompts = _prefill(prompts, running, launches, limits)
+            prompts, started = _prefill(prompts, len(contexts), launches, limits)
+            if started:
+                added = np.array(started, np.int64)
+                contexts = np.concatenate((contexts, added[:, 0]))
+                remaining = np.concatenate((remaining, added[:, 1]))
     return launches
 
 
 def _prefill(
-    prompts: list[tuple[Lengths, int]],
-    running: list[_Running],
-    launches: Counter[Bucket],
-    limits: BucketLimits,
-) -> list[tuple[Lengths, int]]:
-    """Count a step's chunks in `launches` and append finished prompts to `running`. Returns the
-    unfinished prompts."""
-    budget = max(1, limits.max_num_batched_tokens - len(running))
-    left: list[tuple[Lengths, int]] = []
+    prompts: list[_Prompt], num_running: int, launches: Counter[Bucket], limits: BucketLimits
+) -> tuple[list[_Prompt], list[tuple[int, int]]]:
+    """Count a step's chunks in `launches`. Returns the unfinished prompts, and (context, remaining
+    tokens) of the prompts that are decoded from now on."""
+    budget = max(1, limits.max_num_batched_tokens - num_running)
+    left: list[_Prompt] = []
+    started: list[tuple[int, int]] = []
     chunks: list[tuple[int, int]] = []
-    for one, done in prompts:
+    for number, (one, done) in enumerate(prompts):
+        if not budget:
+            left += prompts[number:]
+            break
         query = min(one.prompt_tokens - done, budget, limits.max_query)
         budget -= query
-        if query:
-            chunks.append((query, math.ceil(done / limits.block_size)))
+        chunks.append((query, math.ceil(done / limits.block_size)))
         if done + query < one.prompt_tokens:
             left.append((one, done + query))
         elif one.output_tokens > 1:
-            running.append(_Running(one.prompt_tokens + 1, one.output_tokens - 1))
+            started.append((one.prompt_tokens + 1, one.output_tokens - 1))
     for shape in _merged(sorted(chunks), limits):
         launches[shape] += 1
-    return left
+    return left, started
 
 
 def _merged(chunks: list[tuple[int, int]], limits: BucketLimits) -> list[Bucket]:

@@ -7,12 +7,14 @@ from config.errors import ConfigError
 from config.traffic import Lengths
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.cost import launch_cost
+from hpu.bucketing.fitted import padding_of
+from hpu.bucketing.traffic import general_launches, launches_of
 from hpu.protocol import DECODE, PREFILL, Bucket
 
 CAPTURE_ORDERS = ("min_tokens", "max_bs")
 
-SMALL_SHARE = 0.25
-"""Without known traffic: share of a phase's buckets, cheapest first, warmed up before the first
+USED_SHARE = 0.25
+"""Without known traffic: share of a phase's buckets, most used first, warmed up before the first
 request."""
 
 TRAFFIC_SHARE = 0.98
@@ -25,25 +27,40 @@ def largest_first(buckets: list[Bucket], block_size: int) -> list[Bucket]:
     return sorted(buckets, key=lambda b: (b[0] == DECODE, -_cost(b, block_size), b))
 
 
+def by_use(
+    table: BucketTable, buckets: Sequence[Bucket], traffic: list[Lengths] | None
+) -> list[Bucket]:
+    """`buckets` in the order in which `traffic` (None: the general traffic) needs them: by their
+    share of all launches, the largest first, then the cheapest first."""
+    shares, size = _shares(table, traffic), table.limits.block_size
+    return sorted(buckets, key=lambda b: (-shares.get(b, 0.0), _cost(b, size), b))
+
+
+def _shares(table: BucketTable, traffic: list[Lengths] | None) -> dict[Bucket, float]:
+    """Share of all launches of each bucket."""
+    limits = table.limits
+    launches = launches_of(traffic, limits) if traffic else general_launches(limits)
+    return {one.bucket: one.share for one in padding_of(launches, table.buckets, limits)}
+
+
 def split_buckets(
     table: BucketTable, buckets: list[Bucket], traffic: list[Lengths] | None
 ) -> tuple[list[Bucket], list[Bucket]]:
     """Split `buckets` into buckets warmed up before the first request and buckets warmed up between
     requests, both sorted by use, most used first.
 
-    The first part holds the buckets that serve most of `traffic` (None: the cheapest buckets of
-    each phase) and the largest buckets, so that every launch fits a warmed-up bucket.
+    The first part holds the buckets that serve most of `traffic` (None: a quarter of each phase,
+    the buckets that serve most of the general traffic) and the largest buckets, so that every
+    launch fits a warmed-up bucket.
     """
-    size = table.limits.block_size
-    shares = {p.bucket: p.share for p in table.padding(traffic)} if traffic else {}
-    useful = sorted(buckets, key=lambda b: (-shares.get(b, 0.0), _cost(b, size), b))
+    shares, useful = _shares(table, traffic), by_use(table, buckets, traffic)
     first = set(_cover(buckets))
     for phase in (PREFILL, DECODE):
         own = [bucket for bucket in useful if bucket[0] == phase]
         if traffic:
             first.update(_serving(own, shares))
         else:
-            first.update(own[: max(1, int(len(own) * SMALL_SHARE))])
+            first.update(own[: max(1, int(len(own) * USED_SHARE))])
     return [b for b in useful if b in first], [b for b in useful if b not in first]
 
 

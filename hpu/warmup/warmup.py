@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from config.errors import ConfigError, bytes_text
 from config.execution import WarmupConfig
 from config.traffic import read_traffic
@@ -22,6 +24,7 @@ from hpu.sampling.sampler import GREEDY
 from hpu.warmup import report
 from hpu.warmup.order import (
     CaptureBudget,
+    by_use,
     largest_first,
     order_buckets,
     split_buckets,
@@ -42,8 +45,9 @@ class Warmup:
     1. Each bucket runs once without a graph, the largest first. Afterwards everything is compiled,
        the device's workspace has its final size, and buckets that do not fit are known.
     2. Every kind of sampling runs once in each batch width.
-    3. Graphs are captured in the configured order and replayed once, within the memory reserved for
-       graphs. Nothing else allocates then, so the growth of memory is the size of the graph.
+    3. Graphs are captured in the order in which traffic needs them, or in another configured order,
+       and replayed once, within the memory reserved for graphs. Nothing else allocates then, so the
+       growth of memory is the size of the graph.
 
     A bucket without a graph runs compiled.
     """
@@ -78,6 +82,8 @@ class Warmup:
         """Values of `_width` for which every kind of sampling has run."""
         self._captured_widths: set[int] = set()
         """Batch sizes of captured decodes."""
+        self._use_rank: dict[Bucket, int] = {}
+        """Position of each bucket in the order of use; 0 is the most used."""
         self._background: deque[Bucket] = deque()
         self._left_out: list[Bucket] = []
         """Background buckets without a graph."""
@@ -102,8 +108,10 @@ class Warmup:
         report.log_unused(len(table.buckets) - len(first))
         if mode == "skip":
             return self._skip(first)
+        traffic = read_traffic(self._config.traffic) if self._config.traffic else None
+        if self._graphs.captures and first:
+            self._rank_by_use(by_use(table, first, traffic))
         if mode == "background" and first:
-            traffic = read_traffic(self._config.traffic) if self._config.traffic else None
             first, later = split_buckets(table, first, traffic)
             self._background = deque(later)
             logger.info(
@@ -115,6 +123,13 @@ class Warmup:
         usable = self._run(first, on_progress, table.phases)
         self._start_serving()
         return usable
+
+    def _rank_by_use(self, order: list[Bucket]) -> None:
+        """Use `order` for captures, on all ranks as on the first, whose shares may round
+        differently."""
+        raw = self._agreement.of_first(msgspec.msgpack.encode(order))
+        agreed = msgspec.msgpack.decode(raw, type=list[Bucket])
+        self._use_rank = {bucket: rank for rank, bucket in enumerate(agreed)}
 
     def prepare_next(self) -> list[Bucket]:
         """Prepare the next background bucket; no step may be in flight. Returns the bucket in a
@@ -247,13 +262,17 @@ class Warmup:
 
     def _capture_all(self, buckets: list[Bucket], progress: "_Progress") -> None:
         """Capture prompts within their share, decodes within their share and the rest of the
-        prompts' share, then the remaining prompts within the memory that decodes left."""
+        prompts' share, then the remaining prompts within the memory that decodes left. Each phase
+        is captured in its configured order."""
         config = self._config
         orders = {PREFILL: config.prompt_order, DECODE: config.decode_order}
         left: dict[int, list[Bucket]] = {}
         for phase, is_pooled in ((PREFILL, False), (DECODE, True)):
             in_phase = [bucket for bucket in buckets if bucket[0] == phase]
-            order = order_buckets(in_phase, orders[phase], self._block_size)
+            if orders[phase] == "traffic":
+                order = sorted(in_phase, key=self._use_rank.__getitem__)
+            else:
+                order = order_buckets(in_phase, orders[phase], self._block_size)
             left[phase] = []
             if order:
                 left[phase] = self._capture_phase(phase, order, progress, is_pooled=is_pooled)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import nn
 
@@ -28,6 +29,7 @@ from config.parallel import WHOLE, Stage
 from config.startup_checks import choose_context, chosen_quantization
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
+from hpu.bucketing.select import GAUDI_STRATEGY, POOLING_STRATEGY
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, ProcessGroups
@@ -48,7 +50,7 @@ from hpu.models.registry import (
 from hpu.multimodal.base import Tower
 from hpu.multimodal.select import build_tower, served_facts
 from hpu.offload.weight_ring import WeightRing
-from hpu.protocol import BucketLimits, WarmupProgress
+from hpu.protocol import Bucket, BucketLimits, WarmupProgress
 from hpu.quantization.base import ModelPatcher
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.registry import process_weights, select_patcher, select_quantization
@@ -137,9 +139,12 @@ class LoadedModel:
     @property
     def bucket_config(self) -> BucketConfig:
         """Bucket settings, with `auto` replaced by the device's strategy."""
-        if self.config.buckets.strategy == "auto":
-            return replace(self.config.buckets, strategy=self.backend.default_strategy)
-        return self.config.buckets
+        if self.config.buckets.strategy != "auto":
+            return self.config.buckets
+        strategy = self.backend.default_strategy
+        if self.pooler is not None and strategy == GAUDI_STRATEGY:
+            strategy = POOLING_STRATEGY
+        return replace(self.config.buckets, strategy=strategy)
 
     @property
     def pads(self) -> bool:
@@ -157,6 +162,11 @@ class LoadedModel:
     def has_states(self) -> bool:
         """Whether some layers keep a recurrent state of each request instead of keys and values."""
         return isinstance(self.model, CausalLM) and bool(self.model.state_specs())
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers see only the last tokens of a context."""
+        return isinstance(self.model, CausalLM) and any(self.model.cache_windows())
 
     @property
     def prompt_vocab_size(self) -> int:
@@ -185,7 +195,8 @@ class LoadedModel:
         return scheduler.prefill_batch() if merges and self.pooler is None else 1
 
     def bucket_table(self, num_blocks: int) -> BucketTable:
-        """Buckets for a KV cache of `num_blocks`; a pooling model has no cache."""
+        """Buckets for a KV cache of `num_blocks`; a pooling model has no cache. Collective: all
+        ranks of the model call it together."""
         scheduler = self.config.scheduler
         if self.pooler is not None:
             limits = BucketLimits.for_pooling(
@@ -201,8 +212,14 @@ class LoadedModel:
                 num_blocks=num_blocks,
                 prefix_caching=self.prefix_caching,
                 merged_prefill=self.prompts_per_row > 1,
+                bounds_references=not (self.has_states or self.has_windows),
             )
-        return BucketTable.make(self.bucket_config, limits)
+        table = BucketTable.make(self.bucket_config, limits)
+        if table.is_exact:
+            return table
+        # A fit may round differently on another machine: all ranks use the first rank's buckets.
+        raw = self.agreement.of_first(msgspec.msgpack.encode(table.buckets))
+        return BucketTable.of_buckets(msgspec.msgpack.decode(raw, type=list[Bucket]), limits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -442,7 +443,7 @@ class Worker:
             graphs,
             components.input_buffers,
             backend,
-            config.warmup,
+            replace(config.warmup, traffic=config.warmup.traffic or config.buckets.traffic),
             loaded.block_size,
             self._diagnostics,
             loaded.agreement,

@@ -17,6 +17,9 @@ from engine.reports.buckets import (
     report,
 )
 
+MAX_GRAPHS = 100
+"""Default of `--graphs`."""
+
 USAGE = """\
 usage: gaudiserve buckets show [flags]   print a strategy's table, and its padding for a traffic
        gaudiserve buckets fit --traffic FILE [--graphs N] [--output FILE] [flags]
@@ -44,7 +47,10 @@ def buckets_parser(action: str) -> Parser:
     )
     if action == "fit":
         group.add_argument(
-            "--graphs", type=number(int), metavar="N", help="Maximum number of buckets [100]"
+            "--graphs",
+            type=number(int),
+            metavar="N",
+            help=f"Maximum number of buckets [{MAX_GRAPHS}]",
         )
         group.add_argument(
             "--warmup-seconds",
@@ -82,7 +88,7 @@ def main(argv: list[str]) -> int:
 def _fit(args: argparse.Namespace, engine: EngineConfig) -> int:
     if args.traffic is None:
         raise ConfigError("`buckets fit` needs a traffic: --traffic FILE")
-    graphs = _graphs(args, engine.buckets.num_graphs)
+    graphs = _graphs(args, engine.buckets.num_graphs or MAX_GRAPHS)
     table = fit_buckets(engine, args.traffic, graphs)
     text = bucket_file(table, f"Fitted to {Path(args.traffic).name}, {graphs} graphs at most.")
     if args.output is None:

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     )
     plan = make_plan(facts, engine, target)
     print(json.dumps(as_json(plan), indent=2) if args.json else as_text(plan))
-    return 0 if plan.card.fits else 1
+    return 0 if plan.fits else 1
 
 
 def _lengths(text: str | None) -> tuple[int, ...]:

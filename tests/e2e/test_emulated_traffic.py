@@ -25,7 +25,7 @@ SHARED = ("--dtype=float32", "--max-model-len=320", "--enable-auto-tool-choice")
 CARD = (
     *("--device=hpu-emulator", "--emulator-strict", "--emulator-late-copy=0.002"),
     *("--block-size=16", "--num-gpu-blocks-override=96", "--max-num-seqs=6"),
-    *("--max-num-batched-tokens=64", "--max-prefill-batch=2", "--bucketing-strategy=exponential"),
+    "--max-num-batched-tokens=64",
 )
 MUST_STAY = (
     "hpu_recompilations_total",

@@ -173,9 +173,12 @@ def test_vllms_words_choose_the_strategy(variables: dict[str, str], strategy: st
     assert loaded.engine.buckets.strategy == strategy
 
 
-def test_fitted_without_a_traffic_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--bucketing-traffic need each other"):
-        given("--bucketing-strategy", "fitted")
+def test_a_traffic_without_the_strategy_that_reads_it_is_refused() -> None:
+    message = "--bucketing-strategy is 'linear' and --bucketing-traffic is 'x.jsonl'"
+    with pytest.raises(ConfigError, match=message):
+        given("--bucketing-strategy", "linear", "--bucketing-traffic", "x.jsonl")
+
+    assert given("--bucketing-strategy", "fitted").engine.buckets.traffic is None
 
 
 def test_a_bucket_file_asks_for_its_strategy() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from config.buckets import BucketConfig
 from config.data_parallel import DataParallelConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
@@ -98,7 +99,11 @@ def test_windows_are_planned_like_states_where_prefix_caching_is_off() -> None:
     assert told["num_blocks"] > 1.9 * cached["num_blocks"]
     assert f"{'windows':<16}{windows / 2**30:>8.2f}  of 8 sequences" in as_text(plan)
     # So many requests at once would leave less room than blocks of all layers do.
-    many = config(cache=off, scheduler=SchedulerConfig(max_num_seqs=2000))
+    many = config(
+        cache=off,
+        scheduler=SchedulerConfig(max_num_seqs=2000),
+        buckets=BucketConfig(strategy="exponential-v3"),
+    )
     assert as_json(make_plan(facts, many, target))["window_bytes"] == 0
 
 
@@ -120,13 +125,41 @@ def test_without_graphs_none_are_reserved_for() -> None:
     assert "no graphs are captured" in as_text(plan)
 
 
-def test_a_reserve_too_small_for_all_graphs_is_noted() -> None:
+def test_a_reserve_that_may_be_too_small_for_all_graphs_is_noted() -> None:
+    tight = config(warmup=WarmupConfig(graph_memory_fraction=0.02))
+
+    plan = make_plan(FACTS, tight, Target(device="gaudi2"))
+
+    (note,) = plan.notes
+    least, most = plan.graph_bytes
+    assert least <= plan.card.parts.graphs < most
+    assert f"{plan.num_graphs} graphs may not all fit into 0.79 GiB" in note
+    assert "--graph-reserved-mem 0." in note
+    assert plan.fits and "\nIt fits." in as_text(plan)
+
+
+def test_a_reserve_too_small_for_the_smallest_graphs_does_not_fit() -> None:
     small = config(warmup=WarmupConfig(graph_memory_fraction=0.001))
 
-    (note,) = make_plan(FACTS, small, Target(device="gaudi2")).notes
+    plan = make_plan(FACTS, small, Target(device="gaudi2"))
 
-    assert "will not all fit into 40.61 MiB" in note
-    assert "--graph-reserved-mem 0." in note
+    text, told = as_text(plan), as_json(plan)
+    least = plan.graph_bytes[0] / 2**30
+    assert f"graphs take {least:.2f} GiB at least, 0.04 GiB are reserved for graphs" in text
+    assert "  --graph-reserved-mem 0." in text
+    assert not plan.fits and told["fits"] is False and len(told["changes"]) == 2
+    assert told["buckets"]["least_bytes"] == plan.graph_bytes[0]
+
+
+def test_a_startup_probe_allows_twice_the_reading_of_weights_and_the_warm_up() -> None:
+    plan = make_plan(FACTS, config(), Target(device="gaudi2", seconds_per_graph=6.0))
+
+    seconds = 600 + 2 * (plan.card.weight_bytes / 500e6 + plan.num_graphs * 6.0)
+    assert plan.startup_seconds == pytest.approx(seconds)
+    assert f"startup probe: failureThreshold {-(-seconds // 10):.0f}, periodSeconds 10" in (
+        as_text(plan)
+    )
+    assert as_json(plan)["startup_seconds"] == -(-seconds // 1)
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,32 @@ def test_useful_and_padding_tokens_are_counted_by_phase() -> None:
     assert sent.lookups == {"prefill.hit": 1, "decode.hit": 1}
 
 
+@pytest.mark.parametrize("strategy", ["exponential-v3", "linear"])
+def test_a_decode_with_more_references_than_any_bucket_becomes_several_launches(
+    strategy: str,
+) -> None:
+    # 64 sequences that share a prefix of 100 of the 1000 blocks.
+    table, blocks = make_table(strategy), [100] * 64
+    prepared = set(table.buckets)
+    packer = make_packer(table)
+
+    is_split = packer.must_split(64, sum(blocks))
+    launches = packer.decode_split(list(range(64)), blocks)
+
+    assert is_split and not packer.must_split(30, 3000)
+    assert [index for launch in launches for index in launch.req_indices] == list(range(64))
+    assert len(launches) == 3
+    assert all((DECODE, *launch.bucket) in prepared for launch in launches)
+
+
+def test_a_decode_without_buckets_or_over_a_slice_of_the_cache_is_not_split() -> None:
+    limits = BucketLimits(16, 2048, 64, BUDGET, MAX_BATCH, 1000, False)
+    table = BucketTable.make(BucketConfig(strategy="exponential-v3"), limits)
+
+    assert not make_packer(make_table("exact")).must_split(64, 6400)
+    assert not make_packer(table).must_split(64, 6400)
+
+
 @pytest.mark.parametrize("strategy", ["exponential", "linear"])
 def test_every_launch_fits_a_bucket_that_was_prepared(strategy: str) -> None:
     table = make_table(strategy)
@@ -200,7 +226,7 @@ def test_every_launch_fits_a_bucket_that_was_prepared(strategy: str) -> None:
     for lengths in ([(1, 0)] * 9, [(3, 100), (700, 0), (650, 5)], [(2048, 0)], [(1, 127)] * 5):
         for launch in pack(packer, lengths):
             assert (PREFILL, *launch.bucket) in prepared
-    for batch, blocks in [(1, 1), (64, 64 * 128), (33, 200)]:
+    for batch, blocks in [(1, 1), (64, 3 * 1000), (33, 200)]:
         assert (DECODE, *packer.decode(list(range(batch)), blocks).bucket) in prepared
 
     assert set(table.buckets) == prepared

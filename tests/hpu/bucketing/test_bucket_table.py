@@ -219,16 +219,67 @@ def test_the_newer_rule_makes_the_documented_number_of_prompt_buckets() -> None:
     assert len(shapes) == 35
 
 
-def test_each_query_of_a_long_context_gets_what_it_leaves_room_for() -> None:
+def test_each_query_of_a_long_context_gets_what_its_shortest_chunk_leaves_room_for() -> None:
     long = limits(
         max_prefill_batch=1, block_size=128, max_num_batched_tokens=2048, max_model_len=16_384
     )
 
     free, capped = v3_prompts(long), v3_prompts(long, context_max=120)
 
-    assert (1, 128, 127) in free
-    assert (1, 128, 127) not in capped
-    assert (1, 2048, 112) in capped
+    assert [max(n for _, q, n in free if q == query) for query in (128, 256, 2048)] == [
+        *(128, 127, 115)
+    ]
+    assert max(n for _, q, n in capped if q == 128) == 112
+    assert (1, 2048, 115) in capped
+
+
+@pytest.mark.parametrize(
+    ("context", "sequences", "tokens", "blocks", "prompts", "decodes"),
+    [
+        # vLLM's Gaudi plug-in has 23 prompt buckets here: none for the last chunk of a prompt whose
+        # beginning is cached.
+        (8192, 128, 8192, 4000, 24, 58),
+        (8192, 128, 8192, 20_000, 24, 58),
+        (8192, 256, 2048, 4000, 72, 58),
+        (131_072, 128, 8192, 4000, 144, 110),
+        (131_072, 128, 8192, 20_000, 144, 117),
+        (8192, 32, 2048, 4000, 72, 56),
+    ],
+)
+def test_the_newest_rule_makes_the_numbers_of_buckets_of_its_plug_in(
+    context: int, sequences: int, tokens: int, blocks: int, prompts: int, decodes: int
+) -> None:
+    bounds = BucketLimits(128, context, sequences, tokens, 1, blocks, True)
+
+    table = BucketTable.make(BucketConfig(strategy="exponential-v3"), bounds)
+
+    phases = [bucket[0] for bucket in table.buckets]
+    assert (phases.count(PREFILL), phases.count(DECODE)) == (prompts, decodes)
+    assert table.reachable == table.buckets
+
+
+@pytest.mark.parametrize("strategy", ["exponential-v3", "linear", "padding-aware"])
+def test_a_decode_that_gathers_has_a_block_for_each_sequence_and_no_more_than_they_can_hold(
+    strategy: str,
+) -> None:
+    bounds = limits(max_num_seqs=64, num_blocks=200)
+
+    table = BucketTable.make(BucketConfig(strategy=strategy), bounds)
+
+    decodes = [bucket for bucket in table.buckets if bucket[0] == DECODE]
+    assert all(batch <= blocks <= 16 * batch for _, batch, _, blocks in decodes)
+    assert max(blocks for *_, blocks in decodes) == 600
+
+
+def test_references_are_bounded_unless_layers_have_windows() -> None:
+    windows = limits(max_num_seqs=64, num_blocks=200, bounds_references=False)
+
+    table = BucketTable.make(BucketConfig(strategy="exponential-v3"), windows)
+
+    assert (limits(max_num_seqs=64, num_blocks=200).max_decode_blocks) == 600
+    assert (DECODE, 64, 1, 64 * 16) in table.buckets
+    # A context that is longer than the bound still has a bucket.
+    assert limits(num_blocks=4).max_decode_blocks == 16
 
 
 def test_a_query_of_one_token_is_prepared_where_it_is_asked_for() -> None:

@@ -11,9 +11,12 @@ from config.buckets import BucketConfig
 from config.errors import ConfigError
 from config.traffic import Lengths
 from hpu.bucketing.bucket_table import HIT, BucketTable
+from hpu.bucketing.fitted import padding_of
+from hpu.bucketing.traffic import general_launches
 from hpu.protocol import DECODE, PREFILL, BucketLimits
 from hpu.warmup.order import (
     CaptureBudget,
+    by_use,
     largest_first,
     order_buckets,
     split_buckets,
@@ -74,11 +77,30 @@ def test_the_most_used_buckets_of_the_traffic_come_first(table: BucketTable) -> 
     assert sum(shares[bucket] for bucket in rest) < 0.03
 
 
-def test_without_a_traffic_the_cheapest_of_both_phases_come_first(table: BucketTable) -> None:
-    first, _ = split_buckets(table, table.buckets, None)
+def test_without_a_traffic_the_most_used_by_a_general_traffic_come_first(
+    table: BucketTable,
+) -> None:
+    launches = general_launches(LIMITS)
+    shares = {one.bucket: one.share for one in padding_of(launches, table.buckets, LIMITS)}
 
-    assert (PREFILL, *table.find(PREFILL, 1, 1, 0).bucket) in first
-    assert (DECODE, *table.find(DECODE, 1, 1, 1).bucket) in first
+    first, _ = split_buckets(table, table.buckets, None)
+    order = by_use(table, table.buckets, None)
+
+    used = [shares[bucket] for bucket in order]
+    assert used == sorted(used, reverse=True)
+    for phase in (PREFILL, DECODE):
+        most_used = [bucket for bucket in order if bucket[0] == phase][:3]
+        assert set(most_used) <= set(first)
+
+
+def test_buckets_are_ordered_by_their_share_of_the_launches_of_a_traffic(
+    table: BucketTable,
+) -> None:
+    # A decode of one sequence after each prompt of 100 tokens: nothing else is launched.
+    order = by_use(table, table.buckets, [Lengths(100, 300)])
+
+    assert order[0] == (DECODE, *table.find(DECODE, 1, 1, 1).bucket)
+    assert order[1] == (PREFILL, *table.find(PREFILL, 1, 100, 0).bucket)
 
 
 def test_without_the_buckets_that_no_requests_can_fill_every_launch_finds_the_bucket_it_had() -> (

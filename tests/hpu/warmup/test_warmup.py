@@ -13,13 +13,15 @@ from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import WarmupConfig
 from config.model.read_config import read_model_config
+from config.traffic import read_traffic
+from hpu.bucketing.bucket_table import BucketTable
 from hpu.models.decoder import Decoder
 from hpu.protocol import DECODE, PREFILL, WarmupProgress
 from hpu.runner.counters import Counters
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.model_runner import ModelRunner
 from hpu.sampling.sampler import GREEDY
-from hpu.warmup.order import order_buckets
+from hpu.warmup.order import by_use, order_buckets
 from hpu.warmup.warmup import Warmup
 from hpu.worker.build import make_runner, make_sampler
 from hpu.worker.load import load
@@ -42,8 +44,9 @@ class Rig(NamedTuple):
     runner: ModelRunner
     card: CapturedCard
     counters: Counters
+    table: BucketTable
     buckets: list[tuple[int, int, int, int]]
-    """The whole table."""
+    """The buckets that a launch can use."""
     ready: list[tuple[int, int, int, int]]
     progress: list[WarmupProgress]
 
@@ -59,7 +62,7 @@ def warmed(folder: Path, card: CapturedCard, *, graph_bytes: int = 1 << 20, **se
         dtype="float32",
         max_model_len=256,
         cache=CacheConfig(block_size=8, num_blocks=40),
-        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_prefill_batch=4),
         buckets=BUCKETS,
         warmup=WarmupConfig(**settings),
     )
@@ -77,7 +80,7 @@ def warmed(folder: Path, card: CapturedCard, *, graph_bytes: int = 1 << 20, **se
         assert isinstance(runner, ModelRunner)
         warmup = Warmup(runner, graphs, parts.input_buffers, card, config.warmup, 8)
         ready = warmup.start(table, progress.append)
-    return Rig(warmup, graphs, runner, card, counters, table.buckets, ready, progress)
+    return Rig(warmup, graphs, runner, card, counters, table, table.reachable, ready, progress)
 
 
 def tokens_of(bucket: tuple[int, int, int, int]) -> tuple[int, int]:
@@ -88,16 +91,30 @@ def phase_of(rig: Rig, phase: int) -> list[tuple[int, int, int, int]]:
     return [bucket for bucket in rig.buckets if bucket[0] == phase]
 
 
-def test_every_bucket_is_captured_in_the_documented_order_and_replayed(folder: Path) -> None:
-    rig = warmed(folder, CapturedCard())
+def test_every_bucket_is_captured_in_the_order_of_its_use_and_replayed(
+    folder: Path, tmp_path: Path
+) -> None:
+    traffic = tmp_path / "traffic.jsonl"
+    traffic.write_text('{"prompt_tokens": 60, "output_tokens": 30}\n' * 8)
 
-    prompts = order_buckets(phase_of(rig, PREFILL), "min_tokens", 8)
-    decodes = order_buckets(phase_of(rig, DECODE), "max_bs", 8)
-    assert rig.card.captured == [tokens_of(bucket) for bucket in prompts + decodes]
+    rig = warmed(folder, CapturedCard(), traffic=str(traffic))
+
+    used = by_use(rig.table, rig.buckets, read_traffic(str(traffic)))
+    order = sorted(used, key=lambda bucket: bucket[0] == DECODE)
+    assert rig.card.captured == [tokens_of(bucket) for bucket in order]
+    assert rig.card.captured[0] == (1, 64)
     assert rig.card.replays >= len(rig.buckets)
     assert rig.ready and sorted(rig.ready) == rig.buckets
     assert rig.graphs.stage == "serving" and rig.card.is_settled
     assert rig.counters.total("graphs") == len(rig.buckets)
+
+
+def test_graphs_are_captured_in_the_orders_of_the_vendor_if_asked_for(folder: Path) -> None:
+    rig = warmed(folder, CapturedCard(), prompt_order="min_tokens", decode_order="max_bs")
+
+    prompts = order_buckets(phase_of(rig, PREFILL), "min_tokens", 8)
+    decodes = order_buckets(phase_of(rig, DECODE), "max_bs", 8)
+    assert rig.card.captured == [tokens_of(bucket) for bucket in prompts + decodes]
 
 
 def test_progress_goes_through_runs_samplings_and_captures_to_its_end(folder: Path) -> None:
@@ -112,7 +129,14 @@ def test_progress_goes_through_runs_samplings_and_captures_to_its_end(folder: Pa
 def test_what_the_budget_leaves_out_is_named_with_the_flags_and_runs_without_a_graph(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = warmed(folder, CapturedCard(), graph_bytes=6 * GRAPH_BYTES, graph_prompt_ratio=0.5)
+    rig = warmed(
+        folder,
+        CapturedCard(),
+        graph_bytes=6 * GRAPH_BYTES,
+        graph_prompt_ratio=0.5,
+        prompt_order="min_tokens",
+        decode_order="max_bs",
+    )
 
     assert len(rig.card.captured) == 6
     assert sorted(rig.ready) == rig.buckets
