@@ -13,6 +13,8 @@ SLICE_MULTIPLE = 1024
 
 CAPTURE_ORDERS = ("min_tokens", "max_bs")
 
+SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES = "side", "default", "blocking"
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:
@@ -83,6 +85,13 @@ class ExecutionConfig:
         "down",
         variables=("VLLM_DEFRAG_THRESHOLD",),
         minimum=1,
+    )
+    host_copies: str = setting(
+        "auto",
+        "How results are copied from the card. side: on a stream of their own; default: on the "
+        "stream of the launches; blocking: after a wait for all work, without overlap; auto: the "
+        "first of them that gives right values in time at warm-up",
+        choices=("auto", SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES),
     )
     split_qkv: bool = setting(
         False, "Compute queries, keys and values in three products instead of one"

@@ -17,11 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from config.errors import ConfigError
-from config.execution import EAGER, HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
+from config.execution import (
+    EAGER,
+    HPU_GRAPHS,
+    LAZY,
+    SIDE_COPIES,
+    TORCH_COMPILE,
+    ExecutionConfig,
+    ModeChoice,
+)
 from config.model.kv_cache_dtype import AUTO, ON_GAUDI
 from config.model.model_config import ModelConfig
 from hpu.backends.base import Backend, Function, FusibleModel
-from hpu.backends.gaudi_copies import HostCopies
+from hpu.backends.gaudi_copies import GaudiEvent, HostCopies
+from hpu.backends.gaudi_copy_trials import CopyTrials
 from hpu.backends.gaudi_group import GaudiGroup
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 from hpu.doctor.machine import distribution_version
@@ -94,33 +103,6 @@ def keeps_tensor_cache(config: ModelConfig) -> bool:
     if config.vision is not None:
         architectures.append(config.vision.architecture)
     return any(name.startswith(KEEP_TENSOR_CACHE) for name in architectures)
-
-
-class GaudiEvent:
-    """A point in the default stream and in the stream of copies to the host. Its time is the time
-    of the default stream."""
-
-    def __init__(self, event: Any, copies: HostCopies) -> None:
-        self._event = event
-        event.record()
-        self._copies = copies
-        self._number, self._copied = copies.record()
-
-    def wait(self) -> None:
-        self._event.synchronize()
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._copies.wait_until(self._number)
-
-    def done(self) -> bool:
-        if not self._event.query():
-            return False
-        if self._copied is not None and not self._copied.query():
-            return False
-        return self._copies.have_arrived(self._number)
-
-    def seconds_since(self, earlier: "GaudiEvent") -> float:
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class HpuGraph:
@@ -236,7 +218,11 @@ class GaudiBackend(Backend):
             # tensors.
             torch._dynamo.config.disable = True
         self.captures = self._mode == HPU_GRAPHS
-        self._copies = HostCopies(self._hpu)
+        self._chooses_copies = execution.host_copies == "auto"
+        """Whether the way to copy to the host is yet to be chosen."""
+        self._copies = HostCopies(
+            self._hpu, SIDE_COPIES if self._chooses_copies else execution.host_copies
+        )
         self._hpu.manual_seed(seed)
         for name in ("graph_compilation", "cpu_fallback"):
             if self._metrics.metric_global(name) is None:
@@ -248,6 +234,11 @@ class GaudiBackend(Backend):
             choice.mode,
             self.memory()[1] / GIB,
         )
+
+    @property
+    def host_copies(self) -> str:
+        """How results are copied to the host: a value of --host-copies other than auto."""
+        return self._copies.kind
 
     def _check_mode(self, choice: ModeChoice) -> None:
         internal = importlib.import_module(f"{ROOT}.utils.internal")
@@ -393,7 +384,7 @@ class GaudiBackend(Backend):
 
     def event(self) -> GaudiEvent:
         self.mark_step()
-        return GaudiEvent(self._hpu.Event(enable_timing=True), self._copies)
+        return self._copies.event()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -490,8 +481,12 @@ class GaudiBackend(Backend):
             self._htcore.hpu_inference_set_env()
 
     def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
-        self._htcore.mark_step()
-        self._hpu.synchronize()
+        self.synchronize()
+        if self._chooses_copies:
+            self._copies.kind = CopyTrials(
+                functools.partial(HostCopies, self._hpu), self.mark_step
+            ).choose()
+            self._chooses_copies = False
         if isinstance(model, FusibleModel):
             model.use_kernels(self._make_kernels(model), split_qkv=self._execution.split_qkv)
             if keeps_tensor_cache(model.config):

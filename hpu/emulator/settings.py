@@ -18,6 +18,12 @@ class Misuse(GaudiserveError):
         self.line = line
 
 
+WEDGED_COPIES = "wedged-copies"
+"""A copy of a side stream into unpinned memory waits forever for the thread that submits
+launches."""
+FAULTS = (WEDGED_COPIES,)
+
+
 @dataclass(frozen=True, slots=True)
 class EmulatorConfig:
     """A card, its costs, and how strictly it enforces its rules."""
@@ -53,6 +59,13 @@ class EmulatorConfig:
     the arrival of its bytes: a thread of the runtime writes the bytes, and no event waits for it.
     """
     late_copy_seed: int = 0
+    pins_memory: bool = False
+    """Whether the runtime gives pinned host memory; the vendor's plug-in for vLLM never asks for
+    it."""
+    launch_submit_s: float = 0.0
+    """Seconds that a thread of the runtime takes to submit a launch of lazy mode."""
+    faults: frozenset[str] = frozenset()
+    """Faults of FAULTS that the card has."""
     extra_supported: frozenset[str] = frozenset()
     unsupported: frozenset[str] = frozenset()
     """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ones."""
@@ -61,6 +74,8 @@ class EmulatorConfig:
         if self.generation not in GENERATIONS:
             known = ", ".join(GENERATIONS)
             raise ConfigError(f"emulated device {self.generation!r} is not one of {known}")
+        if unknown := self.faults - set(FAULTS):
+            raise ConfigError(f"faults {sorted(unknown)} are not among {', '.join(FAULTS)}")
         if self.memory_bytes is not None and self.memory_bytes < 1 << 20:
             raise ConfigError(f"an emulated card needs 1 MiB, got {self.memory_bytes} bytes")
 
