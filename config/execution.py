@@ -102,6 +102,12 @@ class ExecutionConfig:
         "launch expands them to bfloat16",
         variables=("VLLM_HPU_FORCE_CHANNEL_FP8",),
     )
+    native_mxfp4: bool = setting(
+        False,
+        "Experts in MXFP4 with biases (gpt-oss) stay in MXFP4 on the card, if the release has the "
+        "operator; off: they are converted to bfloat16",
+        variables=("HPU_MXFP4_NATIVE",),
+    )
     log_graph_compilation: bool = setting(
         False,
         "Log each step that compiled, with its shapes",

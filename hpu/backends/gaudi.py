@@ -31,11 +31,12 @@ from config.model.model_config import ModelConfig
 from hpu.backends.base import Backend, Function, FusibleModel
 from hpu.backends.gaudi_copies import GaudiEvent, HostCopies
 from hpu.backends.gaudi_copy_trials import CopyTrials
+from hpu.backends.gaudi_experts import check_experts
 from hpu.backends.gaudi_group import GaudiGroup
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 from hpu.doctor.machine import distribution_version
 from hpu.doctor.software import RUNTIME_DISTRIBUTION
-from hpu.gaudi_devices import GENERATIONS, GIB, has_kernel, release_of
+from hpu.gaudi_devices import GENERATIONS, GIB, has_kernel, max_experts, release_of
 from hpu.layers.embedding import ParallelLMHead
 from hpu.ops.kernels import Kernels, SliceSizes
 from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
@@ -56,7 +57,7 @@ from hpu.quantization.stored.int8 import (
     can_expand,
     can_expand_experts,
 )
-from hpu.quantization.stored.mxfp4 import Mxfp4Experts
+from hpu.quantization.stored.mxfp4 import Mxfp4Experts, NativeMxfp4MoEMethod
 from hpu.quantization.stored.uint4 import (
     Uint4LinearMethod,
     Uint4MoEMethod,
@@ -271,6 +272,7 @@ class GaudiBackend(Backend):
             fused_sdpa=self._execution.fused_sdpa,
             softmax_mode="fp32" if is_qwen2 else "fast",
             fused_adjustment=exists and not is_qwen2 and model.dtype != torch.float16,
+            max_experts=max_experts(release_of(self.software)),
             slices=None if sizes is None else SliceSizes(*sizes),
             end_slice=self._end_recipe,
         )
@@ -312,7 +314,7 @@ class GaudiBackend(Backend):
         if dtype != torch.bfloat16 or card is None or self._mode == EAGER:
             return None
         if isinstance(experts, Mxfp4Experts):
-            return None
+            return self._mxfp4_method(experts)
         weights = [weight for _, weight in experts.products]
         if can_multiply(experts) and all(self._expands_fp8(weight) for weight in weights):
             return Fp8BlockMoEMethod(experts, GENERATIONS[card].fp8_max, self._end_recipe)
@@ -326,6 +328,19 @@ class GaudiBackend(Backend):
         if can_convert_experts(experts, takes_groups=takes_groups):
             return Uint4MoEMethod(experts, self._end_recipe)
         return None
+
+    def _mxfp4_method(self, experts: Mxfp4Experts) -> MoEMethod | None:
+        """The method for experts that stay in MXFP4, if --native-mxfp4 is on. Raises ConfigError if
+        the runtime has no operator for it."""
+        if not (self._execution.native_mxfp4 and experts.has_whole_blocks):
+            return None
+        overload = "bias_mxfp4_fused_weights"
+        if not hasattr(torch.ops.hpu.mixture_of_experts, overload):
+            raise ConfigError(
+                f"--native-mxfp4 is on, and the runtime {self.software} has no operator "
+                f"mixture_of_experts.{overload}: turn it off, or use a newer release"
+            )
+        return NativeMxfp4MoEMethod(experts)
 
     def _expands_fp8(self, weight: StoredWeight) -> bool:
         """Whether each launch expands `weight` to the activations' dtype and multiplies in that
@@ -489,6 +504,7 @@ class GaudiBackend(Backend):
             self._chooses_copies = False
         if isinstance(model, FusibleModel):
             model.use_kernels(self._make_kernels(model), split_qkv=self._execution.split_qkv)
+            check_experts(model.layers, self.compiled, self.is_compile_failure)
             if keeps_tensor_cache(model.config):
                 self._disables_tensor_cache = False
             if patcher is not None:

@@ -74,7 +74,12 @@ class Emulator:
     def apply(self) -> None:
         sys.meta_path.insert(0, self._finder)
         config = self.device.config
-        ops = define_ops(config.generation, config.release, self.device.runs_eagerly)
+        ops = define_ops(
+            config.generation,
+            config.release,
+            self.device.runs_eagerly,
+            lambda name: name in self.device.config.faults,
+        )
         self._libraries = [ops, register_fakes(), *self._device_libraries()]
         collectives.register("hpu")
         # Without it, Module.to would put a device tensor's insides into a CPU parameter.

@@ -21,7 +21,11 @@ class Misuse(GaudiserveError):
 WEDGED_COPIES = "wedged-copies"
 """A copy of a side stream into unpinned memory waits forever for the thread that submits
 launches."""
-FAULTS = (WEDGED_COPIES,)
+MIXED_EXPERTS = "mixed-experts"
+"""mixture_of_experts.bias_fused_weights takes gate and up in halves instead of interleaved."""
+MIXED_CODES = "mixed-codes"
+"""mixture_of_experts with packed codes takes the codes of a byte in the other order."""
+FAULTS = (WEDGED_COPIES, MIXED_EXPERTS, MIXED_CODES)
 
 
 @dataclass(frozen=True, slots=True)
