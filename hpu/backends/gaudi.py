@@ -16,11 +16,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from config.errors import ConfigError
+from config.errors import ConfigError, GaudiserveError
 from config.execution import (
     EAGER,
     HPU_GRAPHS,
     LAZY,
+    RUNTIME_DISTRIBUTION,
     SIDE_COPIES,
     TORCH_COMPILE,
     ExecutionConfig,
@@ -35,7 +36,6 @@ from hpu.backends.gaudi_experts import check_experts
 from hpu.backends.gaudi_group import GaudiGroup
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 from hpu.doctor.machine import distribution_version
-from hpu.doctor.software import RUNTIME_DISTRIBUTION
 from hpu.gaudi_devices import GENERATIONS, GIB, has_kernel, max_experts, release_of
 from hpu.layers.embedding import ParallelLMHead
 from hpu.ops.kernels import Kernels, SliceSizes
@@ -254,8 +254,12 @@ class GaudiBackend(Backend):
         """Acquire the card. The runtime acquires it at the first use. Returns the device index."""
         if not self._hpu.is_available():
             raise ConfigError("no card answers: `gaudiserve doctor` checks driver and runtime")
-        torch.zeros(1, device="hpu")
+        # An operation, not only memory: with a driver of another release it is the first to fail.
+        two = torch.zeros(1, device="hpu") + 2
+        self._htcore.mark_step()
         self._hpu.synchronize()
+        if (found := float(two.cpu())) != 2:
+            raise ConfigError(f"the card computes 0 + 2 = {found:g}: `gaudiserve doctor` checks it")
         return int(self._hpu.current_device())
 
     def _make_kernels(self, model: FusibleModel) -> Kernels:
@@ -389,6 +393,18 @@ class GaudiBackend(Backend):
         text = str(error).lower()
         return isinstance(error, RuntimeError) and any(word in text for word in COMPILE_FAILED)
 
+    def advice(self, error: Exception) -> str:
+        # Errors of ours name their own remedies.
+        if isinstance(error, GaudiserveError):
+            return ""
+        parts = [self._explain(str(error)) or ""]
+        if self._mode in (HPU_GRAPHS, LAZY):
+            parts.append(
+                f"the mode is {self._mode}, and lazy mode is the vendor's legacy path: try "
+                "--execution-mode torch-compile"
+            )
+        return "; ".join(filter(None, parts))
+
     def synchronize(self) -> None:
         self._htcore.mark_step()
         self._hpu.synchronize()
@@ -479,7 +495,9 @@ class GaudiBackend(Backend):
             add(one)
             found = float((add(one) * 3).cpu())
         except RuntimeError as error:
-            advice = "start again with fewer or smaller buckets"
+            advice = (
+                "start again with fewer or smaller buckets, or with --execution-mode torch-compile"
+            )
             if self.is_out_of_memory(error):
                 advice = "lower --gpu-memory-utilization, which leaves more to graphs and launches"
             raise ConfigError(
@@ -488,7 +506,8 @@ class GaudiBackend(Backend):
         if found != 6:
             raise ConfigError(
                 f"the runtime executes nothing after a failed capture ({why}; 1 + 1, times 3, gave "
-                f"{found:g}): start again with fewer or smaller buckets"
+                f"{found:g}): start again with fewer or smaller buckets, or with --execution-mode "
+                "torch-compile"
             )
 
     def begin_load(self, patcher: ModelPatcher | None = None) -> None:

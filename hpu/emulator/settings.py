@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config.errors import ConfigError, GaudiserveError
+from config.execution import EMULATED_RELEASE
 from hpu.gaudi_devices import GENERATIONS
 
 
@@ -52,7 +53,7 @@ class EmulatorConfig:
     """Mode if PT_HPU_LAZY_MODE is unset; the default changed around release 1.20."""
     vendor_torch: bool = True
     """Whether torch counts as the vendor's build; other builds refuse lazy mode."""
-    release: str = "1.22.1"
+    release: str = EMULATED_RELEASE
     lock_dir: Path | None = None
     """Folder of the lock files that reserve a card for a process; None: no locks."""
     release_delay_s: float = 0.0
