@@ -1,5 +1,6 @@
 """How an HPU executes: execution mode, warm-up, diagnostics and the emulated card."""
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,8 +12,19 @@ SLICE_MULTIPLE = 1024
 """Slice sizes with which fused attention is known to work are multiples of this number
 (_setup_slicing in vllm_gaudi/extension/utils.py of vllm-project/vllm-gaudi)."""
 
+LAST_LAZY_RELEASE = (1, 23)
+"""Newest release with lazy mode, which HPU graphs need, as the default. vllm-gaudi tested lazy mode
+for releases up to this one and dropped it from its tests in 0.21, which is for 1.24; the bridge's
+default is the other mode, and the vendor calls lazy mode legacy."""
+RUNTIME_DISTRIBUTION = "habana-torch-plugin"
+"""The package that carries the release of the vendor's runtime as its version."""
+EMULATED_RELEASE = "1.22.1"
+"""Release of the emulated card."""
+
 CAPTURE_ORDERS = ("traffic", "min_tokens", "max_bs")
 """Orders of captures: by use in the traffic, by tokens, or by batch."""
+
+SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES = "side", "default", "blocking"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +33,8 @@ class ExecutionConfig:
 
     mode: str = setting(
         "auto",
-        "Execution mode; auto: captured HPU graphs with the vendor's torch, else torch-compile",
+        "Execution mode; auto: captured HPU graphs with the vendor's torch up to release 1.23, "
+        "else torch-compile",
         name="execution-mode",
         choices=("auto", HPU_GRAPHS, TORCH_COMPILE, EAGER, LAZY),
     )
@@ -85,6 +98,13 @@ class ExecutionConfig:
         variables=("VLLM_DEFRAG_THRESHOLD",),
         minimum=1,
     )
+    host_copies: str = setting(
+        "auto",
+        "How results are copied from the card. side: on a stream of their own; default: on the "
+        "stream of the launches; blocking: after a wait for all work, without overlap; auto: the "
+        "first of them that gives right values in time at warm-up",
+        choices=("auto", SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES),
+    )
     split_qkv: bool = setting(
         False, "Compute queries, keys and values in three products instead of one"
     )
@@ -93,6 +113,12 @@ class ExecutionConfig:
         "FP8 weights with scales of blocks get scales of outputs while they are loaded; off: each "
         "launch expands them to bfloat16",
         variables=("VLLM_HPU_FORCE_CHANNEL_FP8",),
+    )
+    native_mxfp4: bool = setting(
+        False,
+        "Experts in MXFP4 with biases (gpt-oss) stay in MXFP4 on the card, if the release has the "
+        "operator; off: they are converted to bfloat16",
+        variables=("HPU_MXFP4_NATIVE",),
     )
     log_graph_compilation: bool = setting(
         False,
@@ -334,13 +360,18 @@ def is_vendor_torch(version: str) -> bool:
 
 
 def choose_mode(
-    requested: str, *, enforce_eager: bool, lazy_variable: str | None, has_vendor_torch: bool
+    requested: str,
+    *,
+    enforce_eager: bool,
+    lazy_variable: str | None,
+    has_vendor_torch: bool,
+    release: str,
 ) -> ModeChoice:
     """The mode by the vendor's table. Raises ConfigError for a contradiction.
 
     `lazy_variable` is the value of PT_HPU_LAZY_MODE (None: not set); anything but the string 0
     means lazy. `has_vendor_torch`: whether torch is the vendor's build, which lazy mode and HPU
-    graphs need.
+    graphs need. `release`: version of the runtime; empty if unknown.
 
     PT_HPU_LAZY_MODE  enforce_eager  mode
     0                 no             torch-compile
@@ -352,12 +383,7 @@ def choose_mode(
     if requested == "auto":
         is_lazy, reason = wants_lazy, f"PT_HPU_LAZY_MODE is {lazy_variable}"
         if is_lazy is None:
-            is_lazy = has_vendor_torch
-            reason = (
-                "torch is the vendor's build"
-                if has_vendor_torch
-                else "HPU graphs need the vendor's build of torch, and this is another"
-            )
+            is_lazy, reason = _defaults_to_lazy(has_vendor_torch, release)
         if enforce_eager:
             choice = ModeChoice(LAZY if is_lazy else EAGER, f"{reason}, eager is enforced")
         else:
@@ -379,3 +405,16 @@ def choose_mode(
             f"and this is another: use --execution-mode torch-compile, and unset PT_HPU_LAZY_MODE"
         )
     return choice
+
+
+def _defaults_to_lazy(has_vendor_torch: bool, release: str) -> tuple[bool, str]:
+    """(whether the mode is lazy where nothing names a mode, reason)."""
+    if not has_vendor_torch:
+        return False, "HPU graphs need the vendor's build of torch, and this is another"
+    found = re.match(r"(\d+)\.(\d+)", release)
+    last = ".".join(map(str, LAST_LAZY_RELEASE))
+    if not found:
+        return False, f"the release is unknown, HPU graphs are the default up to {last}"
+    if (int(found[1]), int(found[2])) > LAST_LAZY_RELEASE:
+        return False, f"the release is {release}, HPU graphs are the default up to {last}"
+    return True, f"torch is the vendor's build, of release {release}"

@@ -7,13 +7,33 @@ import sys
 from importlib.metadata import distributions, version
 from importlib.util import find_spec
 
-KEPT = ("torch", "habana-torch-plugin", "numpy")
+KEPT = (
+    *("torch", "habana-torch-plugin", "numpy"),
+    # Compiled against the vendor's torch.
+    *("torchvision", "torchaudio"),
+    # Faster than Pillow, whose files pip would write over it in the same folder.
+    "pillow-simd",
+)
 
 
 def installed() -> dict[str, str]:
     """The versions of those packages whose vendor build must stay."""
-    present = {distribution.metadata["Name"] for distribution in distributions()}
+    present = {
+        distribution.metadata["Name"].lower().replace("_", "-") for distribution in distributions()
+    }
     return {name: version(name) for name in KEPT if name in present}
+
+
+def overwritten() -> str | None:
+    """What is wrong if Pillow lies in the folder of Pillow-SIMD: both write the package PIL."""
+    folders = {}
+    for distribution in distributions():
+        name = distribution.metadata["Name"].lower().replace("_", "-")
+        if name in ("pillow", "pillow-simd"):
+            folders[name] = str(distribution.locate_file(""))
+    if len(folders) == 2 and len(set(folders.values())) == 1:
+        return f"pillow was installed over pillow-simd in {folders['pillow']}"
+    return None
 
 
 def missing() -> str | None:
@@ -40,7 +60,7 @@ def main(arguments: list[str]) -> int:
     elif command == "same" and len(arguments) == 2:
         with open(arguments[1], encoding="utf-8") as file:
             before = file.read()
-        problem = None if before == pins else f"was\n{before}and is now\n{pins}"
+        problem = overwritten() if before == pins else f"was\n{before}and is now\n{pins}"
     else:
         problem = "usage: vendor_torch.py check | constraints | same FILE"
     if problem is not None:

@@ -52,6 +52,10 @@ TORCH_OF_RELEASE: dict[Release, tuple[int, int]] = {
 }
 """torch version of a release, as observed; unlisted releases are not checked."""
 
+MAX_EXPERTS: dict[Release, int] = {(1, 20): 64}
+"""Experts in a call of mixture_of_experts, for the releases with a limit (a comment in
+vllm_gaudi/extension/ops.py of vllm-project/vllm-gaudi)."""
+
 PYTHONS = ((3, 10), (3, 11), (3, 12))
 """Python versions of the vendor's images."""
 
@@ -68,6 +72,8 @@ class Kernel(NamedTuple):
     generations: tuple[str, ...]
     since: Release | None
     """First release with the op; None: missing in old releases, first release not documented."""
+    undocumented: tuple[str, ...] = ()
+    """Further generations with the op, whose first release is not documented."""
 
 
 BOTH = ("gaudi2", "gaudi3")
@@ -78,7 +84,9 @@ KERNELS = {
     "FusedRMSNorm": Kernel(BOTH, ()),
     "rotary_pos_embedding": Kernel(BOTH, ()),
     "block_softmax": Kernel(BOTH, ()),
-    "block_softmax_adjustment": Kernel(("gaudi3",), (1, 22, 0, 494)),
+    # The bridge's tests skipped Gaudi 2 at first; those of 2026 do not. vllm-gaudi still calls it
+    # on Gaudi 3 only.
+    "block_softmax_adjustment": Kernel(("gaudi3",), (1, 22, 0, 494), ("gaudi2",)),
     "softmax_fa2": Kernel(BOTH, None),
     "fp8_gemm_v2": Kernel(BOTH, ()),
     "convert_from_uint4": Kernel(BOTH, ()),
@@ -91,7 +99,9 @@ KERNELS = {
     "mixture_of_experts.fp8_fused_weights": Kernel(BOTH, (1, 22)),
     # vllm-gaudi calls it since 0.16, which is for 1.23; the bridge of 1.19 lacks it.
     "mixture_of_experts.bias_fused_weights": Kernel(BOTH, (1, 23)),
+    # The first release is not documented: the bridge's sources of 2026 have both.
     "mixture_of_experts.mxfp4_fused_weights": Kernel(BOTH, None),
+    "mixture_of_experts.bias_mxfp4_fused_weights": Kernel(BOTH, None),
 }
 
 
@@ -115,9 +125,16 @@ def torch_of_release(release: Release) -> tuple[int, int] | None:
     )
 
 
+def max_experts(release: Release | None) -> int | None:
+    """Largest number of experts in a call of mixture_of_experts; None: no known limit."""
+    return MAX_EXPERTS.get((release or ())[:2])
+
+
 def has_kernel(kernel: str, generation: str, release: Release | None) -> bool | None:
     """Whether `kernel` (a key of KERNELS) exists on `generation` in `release`; None if unknown."""
     known = KERNELS[kernel]
+    if generation in known.undocumented:
+        return None
     if generation not in known.generations:
         return False
     if known.since == ():

@@ -209,6 +209,7 @@ def test_flags_that_the_documents_name_exist() -> None:
 
     # Flags of kubectl, in a manifest, of docker, of pip and of our tests.
     others = {"--from-literal", "--rm", "--runtime", "--cap-add", "--ipc", "--build-arg"}
+    others |= {"--group-add"}
     others |= {"--extra-index-url", "--previous", "--profile"}
     others |= {"--abort-on-container-exit", "--crd-schemas"}
     # Flags of Ray and of torchrun.

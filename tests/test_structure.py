@@ -41,7 +41,7 @@ LIMITS = {
     "files that name medusa": 6,
     "files that name eagle3": 7,
     "files that name awq": 8,
-    "files that name mxfp4": 20,
+    "files that name mxfp4": 19,
     "files that name xlam": 4,
 }
 

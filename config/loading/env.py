@@ -12,11 +12,20 @@ from typing import NamedTuple
 from config.cache_folder import cache_path
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.execution import ModeChoice, choose_mode, is_vendor_torch
+from config.execution import (
+    EMULATED_RELEASE,
+    RUNTIME_DISTRIBUTION,
+    ModeChoice,
+    choose_mode,
+    is_vendor_torch,
+)
 from config.loading.cards import visible_modules
 from config.loading.flags import FILE_FLAGS, FLAGS, variable_of
 from config.loading.values import joined, nearest
 from config.loading.vllm_flags import ACCEPTED, absence
+from config.model.architectures import decoder_spec
+from config.model.quantization.inc import read_quant_config
+from config.model.read_config import read_model_config
 from config.setting import is_count
 
 PREFIX = "GAUDISERVE_"
@@ -283,6 +292,7 @@ def hpu_mode(config: EngineConfig) -> ModeChoice:
         enforce_eager=config.enforce_eager,
         lazy_variable=os.environ.get("PT_HPU_LAZY_MODE"),
         has_vendor_torch=is_emulated or _has_vendor_torch(),
+        release=EMULATED_RELEASE if is_emulated else _version(RUNTIME_DISTRIBUTION),
     )
 
 
@@ -310,13 +320,35 @@ def hpu_environment(config: EngineConfig) -> dict[str, str]:
     else:
         # The vendor's plug-in sets these too: one recipe for all FP8 scales, and parallel
         # compilation.
-        variables["RUNTIME_SCALE_PATCHING"] = "1"
+        variables["RUNTIME_SCALE_PATCHING"] = str(int(_patches_scales(config)))
         variables["FUSER_ENABLE_MULTI_THREADED_INVOCATIONS"] = "1"
+    if _has_gated_delta(config):
+        # For faster compilation of these models (env_variables.md of vllm-project/vllm-gaudi).
+        variables["ENABLE_EXPERIMENTAL_FLAGS"] = "true"
+        variables["ENABLE_SKIP_REMOVAL_OF_GRAPH_INPUT_IDENTITY_NODES"] = "true"
     recipes = str(cache_path(config.cache_dir or cache_home(), "hpu-recipes"))
     if device == "hpu" and "," not in recipes:
         # Path, delete at start, MB: the next process reuses compiled recipes.
         variables["PT_HPU_RECIPE_CACHE_CONFIG"] = f"{recipes},false,{RECIPE_CACHE_MB}"
     return variables
+
+
+def _patches_scales(config: EngineConfig) -> bool:
+    """Whether the runtime may patch FP8 scales into recipes. False only for scale methods of the
+    compressor that refuse it; an unreadable file is reported when it is used."""
+    try:
+        return not config.quant_config or read_quant_config(config.quant_config).patches_scales
+    except ConfigError:
+        return True
+
+
+def _has_gated_delta(config: EngineConfig) -> bool:
+    """Whether the model has gated DeltaNet layers. False for a folder that holds no model that can
+    be served, which is reported when the model is loaded."""
+    try:
+        return bool(decoder_spec(read_model_config(config.model)).gated_delta)
+    except ConfigError:
+        return False
 
 
 def recipe_cache_folder(config: EngineConfig) -> Path | None:
@@ -345,10 +377,15 @@ def set_missing(variables: Mapping[str, str]) -> None:
 
 
 def _has_vendor_torch() -> bool:
+    return is_vendor_torch(_version("torch"))
+
+
+def _version(distribution: str) -> str:
+    """Version of an installed distribution; empty if it is not installed."""
     try:
-        return is_vendor_torch(importlib.metadata.version("torch"))
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return False
+        return ""
 
 
 def is_installed(module: str) -> bool:

@@ -13,7 +13,9 @@ from config.loading.env import is_service_link, variable_table
 from config.loading.flags import FLAGS, Flag
 
 DATA = Path(__file__).with_suffix(".yaml")
-REASONS = ("not built", "not needed", "instead")
+RUNTIME = "runtime"
+"""Reason of a variable that the vendor's runtime reads, so that it has an effect."""
+REASONS = ("not built", "not needed", "instead", RUNTIME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def ignored_variables(environ: Mapping[str, str]) -> dict[str, str]:
     reasons = {
         name: variable.reason
         for variable in vendor_variables()
-        if variable.reason
+        if variable.reason and not variable.reason.startswith(RUNTIME)
         for name in fnmatch.filter(unread, variable.name)
     }
     unknown = [name for name in unread if name.startswith("VLLM_") and name not in reasons]

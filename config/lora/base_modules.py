@@ -9,7 +9,6 @@ from config.checkpoint.shapes import weight_map_of
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.errors import ConfigError
 from config.lora.base_tensors import BaseTensors
-from config.model.decoder_spec import MXFP4_BLOCK
 from config.model.model_config import ModelConfig
 from config.params.lora import EMBEDDING, EXPERTS, HEAD
 
@@ -143,7 +142,7 @@ def _is_of_experts(spec: WeightSpec) -> bool:
     """Whether `spec` holds weights of routed experts, as opposed to scales or biases."""
     is_weight = spec.parameter.endswith((".w13_weight", ".w2_weight"))
     is_values = spec.part is None or spec.part.role == "values"
-    return is_weight and is_values and spec.mxfp4 != "scales"
+    return is_weight and is_values and not spec.is_scales
 
 
 def _of_stack(spec: WeightSpec, expert: int, count: int) -> BaseModule:
@@ -151,17 +150,11 @@ def _of_stack(spec: WeightSpec, expert: int, count: int) -> BaseModule:
     rows, columns = spec.shape[1], spec.shape[2]
     if spec.transposed:
         rows, columns = columns, rows
-    if spec.mxfp4:
-        columns *= MXFP4_BLOCK
-    own = spec._replace(
-        shape=(rows, columns),
-        transposed=False,
-        mxfp4="",
+    own = spec.plain(
+        shape=(rows, columns * spec.inputs_per_column),
         num_experts=None,
         expert=expert,
         total_experts=count,
-        scheme=None,
-        part=None,
     )
     return BaseModule(f"{spec.name}.{expert}", columns, rows, own, EXPERTS)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
-from config.execution import ModeChoice, choose_mode
+from config.execution import EMULATED_RELEASE, RUNTIME_DISTRIBUTION, ModeChoice, choose_mode
 from config.version import VERSION
 from hpu.doctor.cards import Card
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
@@ -116,12 +116,16 @@ def _mode(
     machine: Machine, config: EngineConfig, device_name: str
 ) -> tuple[ModeChoice | None, str]:
     """(mode on a Gaudi, ""), or (None, contradiction)."""
+    is_emulated = device_name == "hpu-emulator"
     try:
         choice = choose_mode(
             config.execution.mode,
             enforce_eager=config.enforce_eager,
             lazy_variable=machine.environment.get("PT_HPU_LAZY_MODE"),
-            has_vendor_torch=device_name == "hpu-emulator" or bool(has_vendor_torch(machine)),
+            has_vendor_torch=is_emulated or bool(has_vendor_torch(machine)),
+            release=EMULATED_RELEASE
+            if is_emulated
+            else machine.version(RUNTIME_DISTRIBUTION) or "",
         )
     except ConfigError as error:
         return None, str(error)

@@ -130,6 +130,11 @@ class Backend(Protocol):
         device remains usable after it."""
         return False
 
+    def advice(self, error: Exception) -> str:
+        """What to try after `error`, raised by work on the device, as the end of a sentence; empty
+        if the device has no other way to run."""
+        return ""
+
     def synchronize(self) -> None:
         """Wait for all submitted work."""
         return

@@ -16,18 +16,28 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from config.errors import ConfigError, bytes_text
-from config.execution import EAGER, HPU_GRAPHS, LAZY, TORCH_COMPILE, ExecutionConfig, ModeChoice
+from config.errors import ConfigError, GaudiserveError, bytes_text
+from config.execution import (
+    EAGER,
+    HPU_GRAPHS,
+    LAZY,
+    RUNTIME_DISTRIBUTION,
+    SIDE_COPIES,
+    TORCH_COMPILE,
+    ExecutionConfig,
+    ModeChoice,
+)
 from config.model.kv_cache_dtype import AUTO, ON_GAUDI
 from config.model.model_config import ModelConfig
 from hpu.backends.base import Backend, Function, FusibleModel
-from hpu.backends.gaudi_copies import HostCopies
+from hpu.backends.gaudi_copies import GaudiEvent, HostCopies
+from hpu.backends.gaudi_copy_trials import CopyTrials
+from hpu.backends.gaudi_experts import check_experts
 from hpu.backends.gaudi_group import GaudiGroup
 from hpu.bucketing.select import GAUDI_STRATEGY
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 from hpu.doctor.machine import distribution_version
-from hpu.doctor.software import RUNTIME_DISTRIBUTION
-from hpu.gaudi_devices import GENERATIONS, has_kernel, release_of
+from hpu.gaudi_devices import GENERATIONS, has_kernel, max_experts, release_of
 from hpu.layers.embedding import ParallelLMHead
 from hpu.ops.kernels import Kernels, SliceSizes
 from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
@@ -48,7 +58,7 @@ from hpu.quantization.stored.int8 import (
     can_expand,
     can_expand_experts,
 )
-from hpu.quantization.stored.mxfp4 import Mxfp4Experts
+from hpu.quantization.stored.mxfp4 import Mxfp4Experts, NativeMxfp4MoEMethod
 from hpu.quantization.stored.uint4 import (
     Uint4LinearMethod,
     Uint4MoEMethod,
@@ -95,33 +105,6 @@ def keeps_tensor_cache(config: ModelConfig) -> bool:
     if config.vision is not None:
         architectures.append(config.vision.architecture)
     return any(name.startswith(KEEP_TENSOR_CACHE) for name in architectures)
-
-
-class GaudiEvent:
-    """A point in the default stream and in the stream of copies to the host. Its time is the time
-    of the default stream."""
-
-    def __init__(self, event: Any, copies: HostCopies) -> None:
-        self._event = event
-        event.record()
-        self._copies = copies
-        self._number, self._copied = copies.record()
-
-    def wait(self) -> None:
-        self._event.synchronize()
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._copies.wait_until(self._number)
-
-    def done(self) -> bool:
-        if not self._event.query():
-            return False
-        if self._copied is not None and not self._copied.query():
-            return False
-        return self._copies.have_arrived(self._number)
-
-    def seconds_since(self, earlier: "GaudiEvent") -> float:
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class HpuGraph:
@@ -237,7 +220,11 @@ class GaudiBackend(Backend):
             # tensors.
             torch._dynamo.config.disable = True
         self.captures = self._mode == HPU_GRAPHS
-        self._copies = HostCopies(self._hpu)
+        self._chooses_copies = execution.host_copies == "auto"
+        """Whether the way to copy to the host is yet to be chosen."""
+        self._copies = HostCopies(
+            self._hpu, SIDE_COPIES if self._chooses_copies else execution.host_copies
+        )
         self._hpu.manual_seed(seed)
         for name in ("graph_compilation", "cpu_fallback"):
             if self._metrics.metric_global(name) is None:
@@ -249,6 +236,11 @@ class GaudiBackend(Backend):
             choice.mode,
             bytes_text(self.memory()[1]),
         )
+
+    @property
+    def host_copies(self) -> str:
+        """How results are copied to the host: a value of --host-copies other than auto."""
+        return self._copies.kind
 
     def _check_mode(self, choice: ModeChoice) -> None:
         internal = importlib.import_module(f"{ROOT}.utils.internal")
@@ -263,8 +255,12 @@ class GaudiBackend(Backend):
         """Acquire the card. The runtime acquires it at the first use. Returns the device index."""
         if not self._hpu.is_available():
             raise ConfigError("no card answers: `gaudiserve doctor` checks driver and runtime")
-        torch.zeros(1, device="hpu")
+        # An operation, not only memory: with a driver of another release it is the first to fail.
+        two = torch.zeros(1, device="hpu") + 2
+        self._htcore.mark_step()
         self._hpu.synchronize()
+        if (found := float(two.cpu())) != 2:
+            raise ConfigError(f"the card computes 0 + 2 = {found:g}: `gaudiserve doctor` checks it")
         return int(self._hpu.current_device())
 
     def _make_kernels(self, model: FusibleModel) -> Kernels:
@@ -281,6 +277,7 @@ class GaudiBackend(Backend):
             fused_sdpa=self._execution.fused_sdpa,
             softmax_mode="fp32" if is_qwen2 else "fast",
             fused_adjustment=exists and not is_qwen2 and model.dtype != torch.float16,
+            max_experts=max_experts(release_of(self.software)),
             slices=None if sizes is None else SliceSizes(*sizes),
             end_slice=self._end_recipe,
         )
@@ -322,7 +319,7 @@ class GaudiBackend(Backend):
         if dtype != torch.bfloat16 or card is None or self._mode == EAGER:
             return None
         if isinstance(experts, Mxfp4Experts):
-            return None
+            return self._mxfp4_method(experts)
         weights = [weight for _, weight in experts.products]
         if can_multiply(experts) and all(self._expands_fp8(weight) for weight in weights):
             return Fp8BlockMoEMethod(experts, GENERATIONS[card].fp8_max, self._end_recipe)
@@ -336,6 +333,19 @@ class GaudiBackend(Backend):
         if can_convert_experts(experts, takes_groups=takes_groups):
             return Uint4MoEMethod(experts, self._end_recipe)
         return None
+
+    def _mxfp4_method(self, experts: Mxfp4Experts) -> MoEMethod | None:
+        """The method for experts that stay in MXFP4, if --native-mxfp4 is on. Raises ConfigError if
+        the runtime has no operator for it."""
+        if not (self._execution.native_mxfp4 and experts.has_whole_blocks):
+            return None
+        overload = "bias_mxfp4_fused_weights"
+        if not hasattr(torch.ops.hpu.mixture_of_experts, overload):
+            raise ConfigError(
+                f"--native-mxfp4 is on, and the runtime {self.software} has no operator "
+                f"mixture_of_experts.{overload}: turn it off, or use a newer release"
+            )
+        return NativeMxfp4MoEMethod(experts)
 
     def _expands_fp8(self, weight: StoredWeight) -> bool:
         """Whether each launch expands `weight` to the activations' dtype and multiplies in that
@@ -384,6 +394,18 @@ class GaudiBackend(Backend):
         text = str(error).lower()
         return isinstance(error, RuntimeError) and any(word in text for word in COMPILE_FAILED)
 
+    def advice(self, error: Exception) -> str:
+        # Errors of ours name their own remedies.
+        if isinstance(error, GaudiserveError):
+            return ""
+        parts = [self._explain(str(error)) or ""]
+        if self._mode in (HPU_GRAPHS, LAZY):
+            parts.append(
+                f"the mode is {self._mode}, and lazy mode is the vendor's legacy path: try "
+                "--execution-mode torch-compile"
+            )
+        return "; ".join(filter(None, parts))
+
     def synchronize(self) -> None:
         self._htcore.mark_step()
         self._hpu.synchronize()
@@ -394,7 +416,7 @@ class GaudiBackend(Backend):
 
     def event(self) -> GaudiEvent:
         self.mark_step()
-        return GaudiEvent(self._hpu.Event(enable_timing=True), self._copies)
+        return self._copies.event()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -474,7 +496,9 @@ class GaudiBackend(Backend):
             add(one)
             found = float((add(one) * 3).cpu())
         except RuntimeError as error:
-            advice = "start again with fewer or smaller buckets"
+            advice = (
+                "start again with fewer or smaller buckets, or with --execution-mode torch-compile"
+            )
             if self.is_out_of_memory(error):
                 advice = "lower --gpu-memory-utilization, which leaves more to graphs and launches"
             raise ConfigError(
@@ -483,7 +507,8 @@ class GaudiBackend(Backend):
         if found != 6:
             raise ConfigError(
                 f"the runtime executes nothing after a failed capture ({why}; 1 + 1, times 3, gave "
-                f"{found:g}): start again with fewer or smaller buckets"
+                f"{found:g}): start again with fewer or smaller buckets, or with --execution-mode "
+                "torch-compile"
             )
 
     def begin_load(self, patcher: ModelPatcher | None = None) -> None:
@@ -491,10 +516,15 @@ class GaudiBackend(Backend):
             self._htcore.hpu_inference_set_env()
 
     def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
-        self._htcore.mark_step()
-        self._hpu.synchronize()
+        self.synchronize()
+        if self._chooses_copies:
+            self._copies.kind = CopyTrials(
+                functools.partial(HostCopies, self._hpu), self.mark_step
+            ).choose()
+            self._chooses_copies = False
         if isinstance(model, FusibleModel):
             model.use_kernels(self._make_kernels(model), split_qkv=self._execution.split_qkv)
+            check_experts(model.layers, self.compiled, self.is_compile_failure)
             if keeps_tensor_cache(model.config):
                 self._disables_tensor_cache = False
             if patcher is not None:

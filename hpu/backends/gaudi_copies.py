@@ -1,8 +1,9 @@
-"""HostCopies: device-to-host copies on a separate stream, so that a launch does not wait for the
-copy of the previous launch's tokens."""
+"""HostCopies: device-to-host copies, so that a launch does not wait for the copy of the previous
+launch's tokens; GaudiEvent: a point in the work of the card and in these copies."""
 
 import logging
 import time
+import warnings
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from config.execution import BLOCKING_COPIES, SIDE_COPIES
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +38,30 @@ class _Copy(NamedTuple):
 
 
 class HostCopies:
-    """Copies to the host. `runtime` is the vendor's `torch.hpu`.
+    """Copies to the host. `runtime` is the vendor's `torch.hpu`; `kind` is a value of
+    --host-copies other than auto, and may change while no copy is in progress.
 
-    The stream waits for the default stream's work before the copy; the default stream never waits
-    for the copies. A source must therefore not be written or freed before its copy is done: this
-    class holds references to sources until then.
+    * side: a stream of their own, which waits for the default stream's work before the copy; the
+      default stream never waits for the copies.
+    * default: the default stream.
+    * blocking: the host waits for all work on the device, then copies. A public report describes
+      the other kinds waiting forever in a release where this kind worked.
 
-    Host memory is not pinned, so the bridge copies to a staging buffer, and a thread of the runtime
-    copies from there when the copy's event is done. No event and no synchronize waits for that
-    thread (HabanaAI/gaudi-pytorch-bridge, backend/synapse_helpers/device.cpp and stream.cpp). Hence
-    a target is filled with NOT_ARRIVED before the copy, and polled after the event.
+    A source must not be written or freed before its copy is done: this class holds references to
+    sources until then.
+
+    The host memory is pinned where the runtime can do that. A copy to unpinned memory first waits
+    for the thread that submits launches (HabanaAI/gaudi-pytorch-bridge, copy_hpu_lazy_D2H in
+    lazy_kernels.cpp), and goes through a staging buffer, from where a thread of the runtime copies
+    when the copy's event is done. No event and no synchronize waits for that thread
+    (backend/synapse_helpers/device.cpp and stream.cpp there). Hence a target is filled with
+    NOT_ARRIVED before the copy, and polled after the event.
     """
 
-    def __init__(self, runtime: Any) -> None:
+    def __init__(self, runtime: Any, kind: str = SIDE_COPIES) -> None:
+        self.kind = kind
+        self.is_pinned = _can_pin()
+        """Whether targets are in pinned memory."""
         self._runtime = runtime
         self._stream = runtime.Stream()
         self._started: list[_Copy] = []
@@ -55,26 +69,40 @@ class HostCopies:
         """(event number, copies before the event)."""
         self._number = 0
         self._event: Any = None
+        self.num_repeated = 0
+        """Copies that did not arrive after their event and were repeated."""
 
     def start(self, source: Tensor) -> Tensor:
         """Start the copy of `source` to a new host tensor. The computation of `source` must be
         launched, and its dtype must have 32 or 64 bits."""
+        if self.kind == BLOCKING_COPIES:
+            self._runtime.synchronize()
+            return source.cpu()
         target = torch.empty(source.shape, dtype=source.dtype)
+        if self.is_pinned:
+            target = target.pin_memory("hpu")
         words = target.flatten().view(torch.int32).numpy()
         words.fill(NOT_ARRIVED)
-        computed = self._runtime.Event()
-        computed.record()
-        self._stream.wait_event(computed)
-        with self._runtime.stream(self._stream):
+        if self.kind == SIDE_COPIES:
+            computed = self._runtime.Event()
+            computed.record()
+            self._stream.wait_event(computed)
+            with self._runtime.stream(self._stream):
+                target.copy_(source, non_blocking=True)
+        else:
             target.copy_(source, non_blocking=True)
         self._started.append(_Copy(source, target, words))
         return target
 
+    def event(self) -> "GaudiEvent":
+        """An event after all work that is launched and all copies that are started so far."""
+        return GaudiEvent(self._runtime.Event(enable_timing=True), self)
+
     def record(self) -> tuple[int, Any]:
-        """(number, event) after all copies started so far. The event is None before the first
-        copy."""
+        """(number, event) after all copies started so far. The event is None if a later event of
+        the default stream says the same."""
         if self._started:
-            self._event = self._stream.record_event()
+            self._event = self._stream.record_event() if self.kind == SIDE_COPIES else None
             self._number += 1
             self._recorded.append((self._number, self._started))
             self._started = []
@@ -112,5 +140,44 @@ class HostCopies:
             len(missing),
             ARRIVAL_TIMEOUT_S,
         )
+        self.num_repeated += len(missing)
         for copy in missing:
             copy.target.copy_(copy.source)
+
+
+class GaudiEvent:
+    """A point in the default stream and in the copies to the host. Its time is the time of the
+    default stream."""
+
+    def __init__(self, event: Any, copies: HostCopies) -> None:
+        self._event = event
+        event.record()
+        self._copies = copies
+        self._number, self._copied = copies.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._copies.wait_until(self._number)
+
+    def done(self) -> bool:
+        if not self._event.query():
+            return False
+        if self._copied is not None and not self._copied.query():
+            return False
+        return self._copies.have_arrived(self._number)
+
+    def seconds_since(self, earlier: "GaudiEvent") -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+def _can_pin() -> bool:
+    """Whether the runtime gives pinned host memory."""
+    with warnings.catch_warnings():
+        # Newer releases of torch warn that the device need not be named.
+        warnings.simplefilter("ignore")
+        try:
+            return torch.empty(1).pin_memory("hpu").is_pinned("hpu")
+        except (RuntimeError, TypeError):
+            return False

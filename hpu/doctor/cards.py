@@ -2,6 +2,7 @@
 files of all processes. Opens no device."""
 
 import os
+import stat
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,22 @@ class Holder(NamedTuple):
         return f"process {self.pid} ({self.command})"
 
 
+class NodeOwner(NamedTuple):
+    """Owner and mode of a device node."""
+
+    user: int
+    group: int
+    mode: int
+
+    @property
+    def opens_to_group(self) -> bool:
+        """Whether the group may read and write."""
+        return self.mode & 0o060 == 0o060
+
+    def __str__(self) -> str:
+        return f"user {self.user}, group {self.group}, mode {self.mode:04o}"
+
+
 class Card(NamedTuple):
     """One card; unknown values are empty or None."""
 
@@ -38,6 +55,8 @@ class Card(NamedTuple):
     """`used of total`, as hl-smi prints it."""
     holders: tuple[Holder, ...]
     is_open_to_us: bool
+    owner: NodeOwner | None = None
+    """Of the device node; None if it cannot be read."""
 
     def __str__(self) -> str:
         module = "module unknown" if self.module is None else f"module {self.module}"
@@ -77,6 +96,7 @@ def find_cards(machine: Machine) -> Cards:
                 row.memory,
                 tuple(holders.get(node, ())),
                 os.access(machine.root / node.lstrip("/"), os.R_OK | os.W_OK),
+                _owner(machine.root / node.lstrip("/")),
             )
         )
     if not nodes:
@@ -86,6 +106,14 @@ def find_cards(machine: Machine) -> Cards:
         ]
     cards.sort(key=lambda card: (card.module is None, card.module, card.node))
     return Cards(tuple(cards), hidden)
+
+
+def _owner(node: Path) -> NodeOwner | None:
+    try:
+        found = os.stat(node)
+    except OSError:
+        return None
+    return NodeOwner(found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode))
 
 
 def _bus_id(device: Path) -> str:

@@ -5,6 +5,7 @@ import re
 from hpu.doctor.cards import find_cards
 from hpu.doctor.machine import Machine
 from hpu.doctor.preflight import lines_of_used_cards
+from hpu.doctor.software import OTHER_RELEASE, release_mismatch
 
 MEANINGS: tuple[tuple[str, str], ...] = (
     (
@@ -41,6 +42,15 @@ BUSY, FAILED = 20, 26
 
 def explain(text: str, machine: Machine) -> str | None:
     """An explanation of `text`, an error of the runtime, on this machine; None if unknown."""
+    meaning = _meaning(text, machine)
+    if mismatch := release_mismatch(machine):
+        # The status of such an error, often 26, is generic, and any operation may be the first to
+        # fail.
+        return f"{meaning or text}; {mismatch}: {OTHER_RELEASE}"
+    return meaning
+
+
+def _meaning(text: str, machine: Machine) -> str | None:
     if re.search(r"device acquire failed", text, re.IGNORECASE):
         return _acquisition(text, machine)
     return next(

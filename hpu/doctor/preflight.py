@@ -1,6 +1,7 @@
 """All checks of a Gaudi machine, for `gaudiserve doctor` and for a worker before its start. Opens
 no device and imports nothing of the vendor."""
 
+import os
 from typing import NamedTuple
 
 from config.errors import ConfigError
@@ -82,13 +83,7 @@ def _card_findings(
         return [Finding(ERROR, "cards", what, f"look at hl-smi on the host; {IN_CONTAINER}")]
     findings = [Finding(OK, "cards", f"{len(cards)} cards: {_names(cards)}")]
     findings += _kernels(machine, cards)
-    closed = [card for card in cards if not card.is_open_to_us]
-    if closed:
-        nodes = ", ".join(card.node for card in closed)
-        level = ERROR if len(closed) == len(cards) else WARN
-        findings.append(
-            Finding(level, "cards", f"this user may not open {nodes}", "run as a user who may")
-        )
+    findings += _closed_nodes(cards)
     findings += _cards_in_use(machine, list(_visible(machine, cards)), num_cards, rank)
     if found.hidden_processes and not any(card.holders for card in cards):
         findings.append(
@@ -100,6 +95,30 @@ def _card_findings(
             )
         )
     return findings
+
+
+def _closed_nodes(cards: tuple[Card, ...]) -> list[Finding]:
+    """The device nodes that this user may not open, with their owners and the remedy."""
+    closed = [card for card in cards if not card.is_open_to_us]
+    if not closed:
+        return []
+    nodes = "; ".join(f"{card.node} ({card.owner or 'owner unknown'})" for card in closed)
+    what = f"user {os.getuid()} may not open {nodes}"
+    owner = closed[0].owner
+    if not owner:
+        do = "run as a user who may"
+    elif owner.opens_to_group:
+        group = owner.group
+        do = (
+            f"give this user the group {group}: docker run --group-add {group}, "
+            f"ACCEL_GROUP={group} for our compose file, supplementalGroups: [{group}] in Kubernetes"
+        )
+    else:
+        do = (
+            f"run as user {owner.user} (docker run --user {owner.user}), or open the node to a "
+            'group on the host with a udev rule: MODE="0660"'
+        )
+    return [Finding(ERROR if len(closed) == len(cards) else WARN, "cards", what, do)]
 
 
 def _visible(machine: Machine, cards: tuple[Card, ...]) -> tuple[Card, ...]:

@@ -1,7 +1,7 @@
 """Checks of the installed software: the vendor's packages, torch, Python, the driver. Reads
 metadata and the kernel's files."""
 
-from config.execution import is_vendor_torch
+from config.execution import RUNTIME_DISTRIBUTION, is_vendor_torch
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.gaudi_devices import (
     PYTHONS,
@@ -11,7 +11,6 @@ from hpu.gaudi_devices import (
 )
 
 RUNTIME = "habana_frameworks"
-RUNTIME_DISTRIBUTION = "habana-torch-plugin"
 
 DRIVER_MODULES = ("habanalabs", "habanalabs_cn", "habanalabs_ib", "habanalabs_en")
 """The first drives the cards, the others the links between cards."""
@@ -126,26 +125,33 @@ def _driver(machine: Machine) -> Finding:
     return Finding(OK, "driver", f"kernel modules loaded: {', '.join(DRIVER_MODULES)}")
 
 
-def _version_match(machine: Machine) -> list[Finding]:
-    """Findings about different releases of driver and runtime; the vendor requires the same
-    release."""
-    if not has_runtime(machine):
-        return []
+def release_mismatch(machine: Machine) -> str:
+    """Both versions if driver and runtime are of different releases, which the vendor does not
+    support; empty if they fit or are unknown."""
     driver, release = driver_version(machine), runtime_release(machine)
     driver_release = release_of(driver) if driver else None
-    if driver_release is None or release is None:
+    if not (driver_release and release) or driver_release[:3] == release[:3]:
+        return ""
+    return (
+        f"the driver is {driver}, the runtime {_dotted(release)}: they are made for each other "
+        "only within one release"
+    )
+
+
+OTHER_RELEASE = "take the image of the driver's release, or update the driver on the host"
+
+
+def _version_match(machine: Machine) -> list[Finding]:
+    """Findings about different releases of driver and runtime. A warning: some pairs work, and the
+    error of an operation that fails names both versions."""
+    if not has_runtime(machine):
+        return []
+    if mismatch := release_mismatch(machine):
+        return [Finding(WARN, "driver version", mismatch, OTHER_RELEASE)]
+    driver = driver_version(machine)
+    if not (driver and runtime_release(machine)):
         return [Finding(OK, "driver version", f"driver version {driver or 'unknown'}")]
-    if driver_release[:3] == release[:3]:
-        return [Finding(OK, "driver version", f"driver {driver} fits the runtime's release")]
-    return [
-        Finding(
-            WARN,
-            "driver version",
-            f"the driver is {driver}, the runtime {_dotted(release)}: they are made for each other "
-            "only within one release",
-            "take the image of the driver's release, or update the driver on the host",
-        )
-    ]
+    return [Finding(OK, "driver version", f"driver {driver} fits the runtime's release")]
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

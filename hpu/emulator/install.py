@@ -6,6 +6,7 @@ explains how tensors get their device.
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -73,7 +74,12 @@ class Emulator:
     def apply(self) -> None:
         sys.meta_path.insert(0, self._finder)
         config = self.device.config
-        ops = define_ops(config.generation, config.release, self.device.runs_eagerly)
+        ops = define_ops(
+            config.generation,
+            config.release,
+            self.device.runs_eagerly,
+            lambda name: name in self.device.config.faults,
+        )
         self._libraries = [ops, register_fakes(), *self._device_libraries()]
         collectives.register("hpu")
         # Without it, Module.to would put a device tensor's insides into a CPU parameter.
@@ -82,6 +88,8 @@ class Emulator:
         # torch caches its list of factories at the first use: fill the cache before the patches.
         torch.utils._device._device_constructors()
         self._patch(torch.Tensor, "to", _indexed(torch.Tensor.to))
+        self._patch(torch.Tensor, "pin_memory", self._pinned)
+        self._patch(torch.Tensor, "is_pinned", self._is_pinned)
         self._patch(torch, "tensor", _through_host(torch.tensor))
         self._patch(torch, "as_tensor", _through_host(torch.as_tensor))
         set_guard(True)
@@ -90,6 +98,7 @@ class Emulator:
     def uninstall(self) -> None:
         """Release the card and restore torch; tensors of the device become unusable."""
         self.device.acquisition.release()
+        self.device.released.set()
         self._unregister()
         set_guard(False)
         torch.__future__.set_overwrite_module_params_on_conversion(self._overwrites)
@@ -147,6 +156,30 @@ class Emulator:
             return self.device.run(op, args, kwargs, tensors_in((args, kwargs)))
 
         return call
+
+    @property
+    def _pinned(self) -> Callable[..., torch.Tensor]:
+        """Tensor.pin_memory: a copy in pinned memory."""
+
+        def pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+            if not self.device.config.pins_memory:
+                raise RuntimeError("the runtime gives no pinned host memory")
+            pinned = tensor.clone()
+            address = pinned.data_ptr()
+            self.device.pinned.add(address)
+            weakref.finalize(pinned, self.device.pinned.discard, address)
+            return pinned
+
+        return pin_memory
+
+    @property
+    def _is_pinned(self) -> Callable[..., bool]:
+        """Tensor.is_pinned."""
+
+        def is_pinned(tensor: torch.Tensor, device: object = None) -> bool:
+            return tensor.data_ptr() in self.device.pinned
+
+        return is_pinned
 
     def _patch(self, owner: Any, name: str, replacement: Any) -> None:
         original = vars(owner).get(name)

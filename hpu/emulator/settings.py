@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config.errors import ConfigError, GaudiserveError
+from config.execution import EMULATED_RELEASE
 from hpu.gaudi_devices import GENERATIONS
 
 
@@ -16,6 +17,16 @@ class Misuse(GaudiserveError):
         self.kind = kind
         self.op = op
         self.line = line
+
+
+WEDGED_COPIES = "wedged-copies"
+"""A copy of a side stream into unpinned memory waits forever for the thread that submits
+launches."""
+MIXED_EXPERTS = "mixed-experts"
+"""mixture_of_experts.bias_fused_weights takes gate and up in halves instead of interleaved."""
+MIXED_CODES = "mixed-codes"
+"""mixture_of_experts with packed codes takes the codes of a byte in the other order."""
+FAULTS = (WEDGED_COPIES, MIXED_EXPERTS, MIXED_CODES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +53,7 @@ class EmulatorConfig:
     """Mode if PT_HPU_LAZY_MODE is unset; the default changed around release 1.20."""
     vendor_torch: bool = True
     """Whether torch counts as the vendor's build; other builds refuse lazy mode."""
-    release: str = "1.22.1"
+    release: str = EMULATED_RELEASE
     lock_dir: Path | None = None
     """Folder of the lock files that reserve a card for a process; None: no locks."""
     release_delay_s: float = 0.0
@@ -53,6 +64,13 @@ class EmulatorConfig:
     the arrival of its bytes: a thread of the runtime writes the bytes, and no event waits for it.
     """
     late_copy_seed: int = 0
+    pins_memory: bool = False
+    """Whether the runtime gives pinned host memory; the vendor's plug-in for vLLM never asks for
+    it."""
+    launch_submit_s: float = 0.0
+    """Seconds that a thread of the runtime takes to submit a launch of lazy mode."""
+    faults: frozenset[str] = frozenset()
+    """Faults of FAULTS that the card has."""
     extra_supported: frozenset[str] = frozenset()
     unsupported: frozenset[str] = frozenset()
     """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ones."""
@@ -61,6 +79,8 @@ class EmulatorConfig:
         if self.generation not in GENERATIONS:
             known = ", ".join(GENERATIONS)
             raise ConfigError(f"emulated device {self.generation!r} is not one of {known}")
+        if unknown := self.faults - set(FAULTS):
+            raise ConfigError(f"faults {sorted(unknown)} are not among {', '.join(FAULTS)}")
         if self.memory_bytes is not None and self.memory_bytes < 1 << 20:
             raise ConfigError(f"an emulated card needs 1 MiB, got {self.memory_bytes} bytes")
 

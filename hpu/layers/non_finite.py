@@ -25,7 +25,10 @@ def zeroed(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def spoiled(x: Tensor, tokens: Tensor) -> Tensor:
     """`x` (B, Q, n) with NaN for `tokens` (B, Q)."""
-    return x.masked_fill(tokens.unsqueeze(-1), math.nan)
+    # Computed as infinity - infinity: the vendor's compile back end takes operators with the number
+    # NaN out of a compiled graph.
+    added = torch.zeros_like(tokens, dtype=x.dtype).masked_fill(tokens, math.inf)
+    return x + (added - added).unsqueeze(-1)
 
 
 class NonFiniteGuard(nn.Module):

@@ -124,7 +124,7 @@ class LoRAMoEMethod:
             chosen = ids == index
             scale = (weights * chosen).sum(-1, keepdim=True)
             if not groups_rows:
-                out = torch.addcmul(out, self._expert(layer, index, hidden, slots), scale)
+                out = out + self._expert(layer, index, hidden, slots) * scale
                 continue
             rows = chosen.any(-1).nonzero().view(-1)
             if len(rows):

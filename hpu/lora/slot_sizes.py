@@ -12,7 +12,6 @@ from config.engine import EngineConfig
 from config.lora.base_modules import BaseModule, BaseModules, module_of
 from config.lora.configured import extra_targets
 from config.model.architectures import decoder_spec
-from config.model.decoder_spec import MXFP4_BLOCK
 from config.model.model_config import ModelConfig
 from config.parallel import Stage
 from config.params.lora import EMBEDDING, EXPERTS, EXTRA_TARGETS, HEAD
@@ -52,7 +51,7 @@ def _numbers(
 ) -> int:
     """Elements of a slot for the weight `spec`: `rank` rows of its inputs and of its outputs."""
     module = module_of(spec)
-    if module is None or spec.mxfp4 == "scales" or not _has_slots(module, targets):
+    if module is None or spec.is_scales or not _has_slots(module, targets):
         return 0
     shard = shard_of(spec, at)
     if shard is None:
@@ -63,8 +62,7 @@ def _numbers(
     own = shard.spec
     count = own.num_experts or 1
     outputs, inputs = (own.shape[-1], own.shape[-2]) if own.transposed else own.shape[-2:]
-    if own.mxfp4:
-        inputs *= MXFP4_BLOCK
+    inputs *= own.inputs_per_column
     if module.kind == EXPERTS or spec.shard_dim is None or module.kind == HEAD:
         return count * rank * (len(own.outputs or (0,)) * inputs + outputs)
     is_row_parallel = spec.shard_dim == 1

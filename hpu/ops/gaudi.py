@@ -56,7 +56,8 @@ class GaudiKernels:
     """`fused_sdpa`: prefills use FusedSDPA, and read cached context in slices of `slices`.
     `softmax_mode`: FusedSDPA's argument, fast or fp32; fp32 makes all scores float32.
     `fused_adjustment`: decodes use the kernel block_softmax_adjustment, which some cards and
-    releases lack. `end_slice` is called after each slice."""
+    releases lack. `max_experts`: limit of experts in a call of their kernel. `end_slice` is called
+    after each slice."""
 
     def __init__(
         self,
@@ -64,12 +65,14 @@ class GaudiKernels:
         fused_sdpa: bool,
         softmax_mode: str = "fast",
         fused_adjustment: bool = False,
+        max_experts: int | None = None,
         slices: SliceSizes | None = None,
         end_slice: Callable[[], None] = lambda: None,
     ) -> None:
         self._fused_sdpa = fused_sdpa
         self._softmax_mode = softmax_mode
         self._fused_adjustment = fused_adjustment
+        self._max_experts = max_experts
         self._slices = slices if fused_sdpa else None
         self._end_slice = end_slice
         # torch warns at the first call about its own kernel, which the card does not use.
@@ -127,7 +130,7 @@ class GaudiKernels:
             return VllmMixtureOfExpertsOp(weights) if suits and has_kernel else None
         if weights.w13_bias is not None or activation not in MOE_ACTIVATIONS:
             return None
-        return VllmMixtureOfExpertsOp(weights)
+        return VllmMixtureOfExpertsOp(weights, self._max_experts)
 
 
 class GaudiAttention(nn.Module):

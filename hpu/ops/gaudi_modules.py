@@ -129,9 +129,10 @@ class VllmMixtureOfExpertsOp(nn.Module):
     """The vendor's kernel for the routed experts of a layer on this card. Static shapes: the
     kernel groups the tokens by expert and skips experts of other cards."""
 
-    def __init__(self, weights: ExpertWeights) -> None:
+    def __init__(self, weights: ExpertWeights, max_experts: int | None = None) -> None:
         """`weights` are on the card, with both biases or no biases. The module holds views:
-        moving the parameters later has no effect here."""
+        moving the parameters later has no effect here. `max_experts`: limit of a call; None: a
+        call takes all experts."""
         super().__init__()
         self.num_experts = len(weights.w13)
         self.experts_min = weights.first
@@ -139,6 +140,7 @@ class VllmMixtureOfExpertsOp(nn.Module):
         self.w13_list = _matmuls(weights.w13, weights.w13_bias)
         self.w2_list = _matmuls(weights.w2, weights.w2_bias)
         self.bias = weights.w13_bias is not None
+        self._step = max_experts or self.num_experts
 
     def forward(
         self,
@@ -154,17 +156,28 @@ class VllmMixtureOfExpertsOp(nn.Module):
             return self._forward_with_bias(
                 hidden_states, expert_routing_table, router_weights, permuted_weights
             )
-        out: Tensor = torch.ops.hpu.mixture_of_experts(
-            hidden_states=hidden_states,
-            expert_routing_table=expert_routing_table,
-            router_weights=router_weights,
-            w12=[module.weight for module in self.w13_list],
-            w3=[module.weight for module in self.w2_list],
-            permuted_weights=permuted_weights,
-            activation=MOE_ACTIVATIONS[activation],
-            experts_min=self.experts_min,
-            experts_max=self.experts_max,
-        )
+        parts: list[Tensor] = []
+        for begin in range(0, self.num_experts, self._step):
+            own = slice(begin, begin + self._step)
+            w12 = [module.weight for module in self.w13_list[own]]
+            first = self.experts_min + begin
+            parts.append(
+                torch.ops.hpu.mixture_of_experts(
+                    hidden_states=hidden_states,
+                    expert_routing_table=expert_routing_table,
+                    router_weights=router_weights,
+                    w12=w12,
+                    w3=[module.weight for module in self.w2_list[own]],
+                    permuted_weights=permuted_weights,
+                    activation=MOE_ACTIVATIONS[activation],
+                    experts_min=first,
+                    experts_max=first + len(w12) - 1,
+                )
+            )
+        # Each call gives zeros for the experts of other calls.
+        out = parts[0]
+        for part in parts[1:]:
+            out = out + part
         return out
 
     def _forward_with_bias(

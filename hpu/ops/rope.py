@@ -205,4 +205,5 @@ def rotate(heads: Tensor, rotation: Rotation, kernels: Kernels | None = None) ->
     if kernels is not None:
         return kernels.rotate(heads, rotation.cos, rotation.sin)
     low, high = heads.chunk(2, dim=-1)
-    return torch.addcmul(heads * rotation.cos, torch.cat((high, low), dim=-1), rotation.sin)
+    # Not addcmul: the vendor's compile back end takes it out of a compiled graph.
+    return heads * rotation.cos + torch.cat((high, low), dim=-1) * rotation.sin

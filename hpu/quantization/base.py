@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from config.checkpoint.weight_maps.shard import Shard
+from config.model.decoder_spec import ClampedSwiGLU
 from hpu.ops.kernels import MoEImpl
 from hpu.quantization.quantized_weight import QuantizedWeight, StackedWeights
 
@@ -55,6 +56,8 @@ class ExpertsLayer(Protocol):
     device: torch.device
     activation: Callable[[Tensor], Tensor]
     """Maps the features (..., 2 * inner) of the first product to (..., inner)."""
+    activation_form: str | ClampedSwiGLU
+    """The checkpoint's name of `activation`, or its clamped SwiGLU."""
     w13_weight: nn.Parameter | None
     """(experts, 2 * inner, hidden) of this rank's shard; None once replaced. Gate rows precede up
     rows, or both are interleaved, in the layout that `activation` expects."""

@@ -91,7 +91,8 @@ def _apply_to_all(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Ten
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for index in range(layer.num_experts):
         scale = (weights * (ids == index)).sum(-1, keepdim=True)
-        out = torch.addcmul(out, _expert(layer, index, hidden), scale)
+        # Not addcmul: the vendor's compile back end takes it out of a compiled graph.
+        out = out + _expert(layer, index, hidden) * scale
     return out
 
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -105,7 +105,7 @@ class Worker:
                 return self._start(on_progress)
         except (RuntimeError, MemoryError) as error:
             if self._backend is None or not self._backend.is_out_of_memory(error):
-                raise
+                self._raise(error)
             raise ConfigError(
                 f"the device's memory is full before the model is ready ({error}): it takes a "
                 "smaller model, a larger device, or smaller --max-num-seqs"
@@ -117,8 +117,11 @@ class Worker:
         assert self._runner is not None, "submit before start"
         assert not (self._in_flight and self._in_flight[-1].deferred), "submit before mask"
         start = time.perf_counter()
-        with torch.inference_mode():
-            output = self._runner.submit(plan)
+        try:
+            with torch.inference_mode():
+                output = self._runner.submit(plan)
+        except RuntimeError as error:
+            self._raise(error)
         self._in_flight.append(output)
         if (trace := self._trace) is not None:
             trace.submitted(output, start)
@@ -151,16 +154,27 @@ class Worker:
         assert self._runner is not None and self._in_flight, "collect without a plan"
         assert not self.lacks_masks, "collect before mask"
         output = self._in_flight.popleft()
-        with torch.inference_mode():
-            output.wait()
-            start = time.perf_counter()
-            result = self._runner.collect(output)
+        try:
+            with torch.inference_mode():
+                output.wait()
+                start = time.perf_counter()
+                result = self._runner.collect(output)
+        except RuntimeError as error:
+            self._raise(error)
         if self._diagnostics is not None:
             self._diagnostics.collected(output)
         result.counters = self._counters.take_changed()
         if (trace := self._trace) is not None:
             trace.collected(output, result.seconds, start)
         return result
+
+    def _raise(self, error: Exception) -> NoReturn:
+        """Raise an error of the device with the back end's advice; without advice the error
+        itself."""
+        advice = self._backend.advice(error) if self._backend else ""
+        if not advice:
+            raise error
+        raise RuntimeError(f"{error}; {advice}") from error
 
     def load_adapter(self, message: LoadAdapter) -> None:
         """Start to read an adapter to host memory; `take_loaded` returns the result."""

@@ -23,7 +23,11 @@ def test_the_variable_and_eager_choose_among_the_four_modes_of_the_vendors_table
     variable: str, enforce_eager: bool, mode: str
 ) -> None:
     choice = choose_mode(
-        "auto", enforce_eager=enforce_eager, lazy_variable=variable, has_vendor_torch=True
+        "auto",
+        enforce_eager=enforce_eager,
+        lazy_variable=variable,
+        has_vendor_torch=True,
+        release="1.24.1.482",
     )
 
     assert choice.mode == mode
@@ -31,17 +35,29 @@ def test_the_variable_and_eager_choose_among_the_four_modes_of_the_vendors_table
 
 
 @pytest.mark.parametrize(
-    ("has_vendor_torch", "mode"), [(True, "hpu-graphs"), (False, "torch-compile")]
+    ("has_vendor_torch", "release", "mode", "why"),
+    [
+        (True, "1.20.0.543", "hpu-graphs", "vendor's build, of release 1.20.0.543"),
+        (True, "1.23.1.25", "hpu-graphs", "vendor's build"),
+        (False, "1.23.1.25", "torch-compile", "vendor's build"),
+        (True, "1.24.0", "torch-compile", "release is 1.24.0, HPU graphs are the default up to"),
+        (True, "2.0.0", "torch-compile", "release is 2.0.0"),
+        (True, "", "torch-compile", "release is unknown"),
+    ],
 )
-def test_auto_takes_graphs_only_with_the_vendors_torch_and_says_why(
-    has_vendor_torch: bool, mode: str
+def test_auto_takes_graphs_with_the_vendors_torch_of_older_releases_and_says_why(
+    has_vendor_torch: bool, release: str, mode: str, why: str
 ) -> None:
     choice = choose_mode(
-        "auto", enforce_eager=False, lazy_variable=None, has_vendor_torch=has_vendor_torch
+        "auto",
+        enforce_eager=False,
+        lazy_variable=None,
+        has_vendor_torch=has_vendor_torch,
+        release=release,
     )
 
     assert choice.mode == mode
-    assert "vendor's build" in choice.reason
+    assert why in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -63,6 +79,7 @@ def test_a_contradiction_is_refused_with_both_sides_of_it(
             enforce_eager=enforce_eager,
             lazy_variable=variable,
             has_vendor_torch=has_vendor_torch,
+            release="1.22.1",
         )
 
 

@@ -207,6 +207,8 @@ def test_a_pod_asks_for_cards_in_each_way_that_a_cluster_may_need(
     cards = int(resources["limits"]["habana.ai/gaudi"])
 
     assert pod["runtimeClassName"] == "habana"
+    # The image's user may not open device nodes of root without their group.
+    assert pod["securityContext"]["supplementalGroups"] == [0]
     assert pod["nodeSelector"]
     assert {"key": "habana.ai/gaudi", "operator": "Exists", "effect": "NoSchedule"} in pod[
         "tolerations"

@@ -44,6 +44,15 @@ def test_the_grace_period_of_compose_is_longer_than_the_shutdown_timeout() -> No
     assert int(service["stop_grace_period"].rstrip("s")) > timeout_s
 
 
+def test_compose_gives_the_server_the_group_of_the_device_nodes() -> None:
+    service = manifest("compose.yaml")[0]["services"]["gaudiserve"]
+
+    (group,) = service["group_add"]
+
+    assert VARIABLE.sub("0", group) == "0"
+    assert "ACCEL_GROUP" in group
+
+
 def test_settings_of_compose_are_settings() -> None:
     names = manifest("compose.yaml")[0]["services"]["gaudiserve"]["environment"]
 

@@ -9,6 +9,7 @@ from hpu.gaudi_devices import (
     GENERATIONS,
     generation,
     has_kernel,
+    max_experts,
     release_of,
     torch_of_release,
 )
@@ -41,7 +42,7 @@ def test_an_emulated_card_is_as_large_as_the_table_says(name: str) -> None:
     [
         ("FusedSDPA", "gaudi2", None, True),
         ("FusedSDPA.sinks", "gaudi2", (1, 24), None),
-        ("block_softmax_adjustment", "gaudi2", (1, 24, 0, 1), False),
+        ("block_softmax_adjustment", "gaudi2", (1, 24, 0, 1), None),
         ("block_softmax_adjustment", "gaudi3", (1, 22, 0, 493), False),
         ("block_softmax_adjustment", "gaudi3", (1, 22, 0, 494), True),
         ("block_softmax_adjustment", "gaudi3", (1, 22, 1), True),
@@ -57,6 +58,12 @@ def test_a_kernel_is_there_from_its_release_on(
     kernel: str, device: str, release: tuple[int, ...] | None, expected: bool | None
 ) -> None:
     assert has_kernel(kernel, device, release) is expected
+
+
+def test_release_1_20_takes_64_experts_in_a_call() -> None:
+    releases = ((1, 20), (1, 20, 0, 543), (1, 21, 3), (1, 19, 0), None)
+
+    assert [max_experts(release) for release in releases] == [64, 64, None, None, None]
 
 
 def test_a_release_is_read_off_a_version() -> None:

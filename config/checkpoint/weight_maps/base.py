@@ -3,9 +3,10 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from config.checkpoint.weight_maps.text_part import OUTSIDE, text_part_name
+from config.model.decoder_spec import MXFP4_BLOCK
 from config.model.quantization.base import PARAMETERS, WeightPart, WeightScheme
 
 
@@ -125,6 +126,20 @@ class WeightSpec(NamedTuple):
         """Path of the parameter that keeps this MXFP4 half as stored; empty if the tensor is no
         MXFP4 half."""
         return self.mxfp4 and self.parameter.removesuffix("weight") + self.mxfp4
+
+    @property
+    def is_scales(self) -> bool:
+        """Whether the tensor is the half of an MXFP4 weight with its scales."""
+        return self.mxfp4 == "scales"
+
+    @property
+    def inputs_per_column(self) -> int:
+        """Inputs for each entry of the input dimension of `shape`: a block of them in MXFP4."""
+        return MXFP4_BLOCK if self.mxfp4 else 1
+
+    def plain(self, **changes: Any) -> "WeightSpec":
+        """The spec of a tensor that is neither quantized nor transposed, with `changes`."""
+        return self._replace(transposed=False, part=None, scheme=None, mxfp4="", **changes)
 
     @property
     def is_stored_as_is(self) -> bool:

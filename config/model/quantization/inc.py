@@ -35,6 +35,15 @@ class QuantConfig:
     """Whether quantization needs measurement files."""
     names_ranks: bool
     """Whether each rank has its own files."""
+    scale_method: str
+    """Name of the method that computes scales, or a method for each kind of layer, in capitals."""
+
+    @property
+    def patches_scales(self) -> bool:
+        """Whether one recipe may serve all scales (RUNTIME_SCALE_PATCHING). The compressor asserts
+        that no method has scales of channels then (troubleshooting.md of vllm-project/vllm-gaudi).
+        """
+        return "PCS" not in self.scale_method
 
     @property
     def measures(self) -> bool:
@@ -90,6 +99,7 @@ def read_quant_config(path: str | None) -> QuantConfig:
         str(fields.get("observer", "maxabs")),
         needs_measures=not (is_dynamic or is_unmeasured),
         names_ranks=_is_true(fields.get("seperate_measure_files", True)),
+        scale_method=str(method).upper(),
     )
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hpu.emulator.card.device import Device
 from hpu.emulator.card.tensor import HpuTensor
+from hpu.emulator.ops.partitioner import left_out
 
 NAME = "hpu_backend"
 
@@ -31,7 +32,9 @@ def make_backend(device: Device) -> CompilerFn:
         if device.is_lazy():
             raise RuntimeError("hpu_backend needs PT_HPU_LAZY_MODE=0; lazy mode has HPU graphs")
         is_static = bool((options.get("options") or {}).get("force_static_compile"))
-        if not is_static and any(isinstance(value, torch.SymInt) for value in inputs):
+        has_symbols = any(isinstance(value, torch.SymInt) for value in inputs)
+        is_dynamic = has_symbols and not is_static
+        if is_dynamic:
             device.counters.misuse(
                 "dynamic_compile", "symbolic shapes without force_static_compile"
             )
@@ -41,7 +44,7 @@ def make_backend(device: Device) -> CompilerFn:
             device.counters.misuse("trace_after_warmup", text)
         lower = aot_autograd(
             fw_compiler=_refuse_training,
-            inference_compiler=lambda lowered, _: _region(device, lowered),
+            inference_compiler=lambda lowered, _: _region(device, lowered, is_dynamic=is_dynamic),
             keep_inference_input_mutations=True,
         )
         compiled: Callable[..., Any] = lower(graph, inputs)
@@ -88,9 +91,14 @@ def _refuse_training(graph: GraphModule, inputs: Sequence[Any]) -> Callable[...,
     raise RuntimeError("hpu_backend is emulated for inference")
 
 
-def _region(device: Device, graph: GraphModule) -> Callable[[list[Any]], Any]:
+def _region(device: Device, graph: GraphModule, *, is_dynamic: bool) -> Callable[[list[Any]], Any]:
     """Run the lowered graph in a region of its own. Different graphs with the same operations do
-    not share recipes: the card's compiler sees the whole graph."""
+    not share recipes: the card's compiler sees the whole graph. Operators that the partitioner
+    would leave out are counted, and stay."""
+    for name, reason in left_out(graph, is_dynamic=is_dynamic):
+        device.counters.misuse(
+            "left_out_of_graph", f"{name} divides a compiled graph: {reason}", name
+        )
     _write_in_place(graph)
     key = hashlib.sha256(graph.code.encode()).hexdigest()[:32]
 

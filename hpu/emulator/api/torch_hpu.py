@@ -1,5 +1,6 @@
 """The module `torch.hpu`: device, memory, events, streams, random numbers and graphs."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
@@ -20,7 +21,7 @@ class Api:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._default = CardStream(device, device.stream_state, 0)
-        self._stream = self._default
+        self._streams = threading.local()
 
     def _lazy_init(self) -> None:
         """Called by torch before the first tensor is created on the device."""
@@ -118,14 +119,14 @@ class Api:
         return CardStream(self._device, self._device.new_stream(), priority)
 
     def current_stream(self, device: Any = None) -> CardStream:
-        return self._stream
+        return getattr(self._streams, "current", self._default)
 
     def default_stream(self, device: Any = None) -> CardStream:
         return self._default
 
     @contextmanager
     def stream(self, stream: CardStream) -> Iterator[None]:
-        before = self._stream
+        before = self.current_stream()
         self._enter(stream)
         try:
             yield
@@ -133,7 +134,7 @@ class Api:
             self._enter(before)
 
     def _enter(self, stream: CardStream) -> None:
-        self._stream = stream
+        self._streams.current = stream
         self._device.stream_state = stream.stream_state
 
     def manual_seed(self, seed: int) -> None:

@@ -1,6 +1,7 @@
 """Device: runs every op of an HpuTensor on its CPU bytes and enforces the card's rules."""
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from hpu.emulator.card.tensor import (
     tensors_in,
 )
 from hpu.emulator.card.work_queue import WorkQueue, fill_with_garbage
-from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
+from hpu.emulator.settings import WEDGED_COPIES, EmulatorConfig, RuntimeVariables
 from hpu.gaudi_devices import GENERATIONS
 
 OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
@@ -108,9 +109,14 @@ class Device:
         self.segment = Segment(self.recipes)
         self.queue = WorkQueue(self.counters.misuse, config.late_copy_s, config.late_copy_seed)
         self.clock = WriteClock()
-        self.launches = LaunchClock()
-        self.stream_state = StreamState(self.clock, is_default=True)
-        """State of the current stream."""
+        self.launches = LaunchClock(config.launch_submit_s)
+        self._default_stream = StreamState(self.clock, is_default=True)
+        self._streams = threading.local()
+        """The current stream of each thread, like in the runtime."""
+        self.pinned: set[int] = set()
+        """Addresses of pinned host tensors."""
+        self.released = threading.Event()
+        """Ends copies that wait forever."""
         self._recording: Callable[[], Recording | None] = lambda: None
         self.is_dry_run = False
         """Whether ops are recorded without being executed: during a capture without tensor cache,
@@ -127,6 +133,15 @@ class Device:
         self._base_versions: list[Allocation] = []
         """Base versions of the current segment."""
         self.uids = count()
+
+    @property
+    def stream_state(self) -> StreamState:
+        """State of the current stream of this thread."""
+        return getattr(self._streams, "state", self._default_stream)
+
+    @stream_state.setter
+    def stream_state(self, state: StreamState) -> None:
+        self._streams.state = state
 
     @property
     def recording(self) -> Recording | None:
@@ -410,6 +425,7 @@ class Device:
         one) until the host has waited."""
         if self.recording is not None or not non_blocking:
             self.host_sync("aten::copy_")
+        self._join_launches(target, non_blocking=non_blocking)
         if self.compile_only():
             fill_with_garbage(target)
             self.counters.misuse("compile_only_read", "nothing was launched", "aten::copy_")
@@ -417,16 +433,33 @@ class Device:
         if not non_blocking:
             return target.copy_(source.host)
         self.close_segment()
+        is_late = target.data_ptr() not in self.pinned
         if self.stream_state.is_default:
-            self.queue.copy(target, source.host, self.stream_state)
+            self.queue.copy(target, source.host, self.stream_state, is_late=is_late)
         else:
             is_valid = self.stream_state.deferred_check(source, "aten::copy_", self.counters.misuse)
             # Not the device tensor itself: it would keep its memory allocated.
             host = source.host
             self.queue.copy_deferred(
-                target, self.stream_state, lambda: host if is_valid() else None
+                target,
+                self.stream_state,
+                lambda: host if is_valid() else None,
+                is_late=is_late,
             )
         return target
+
+    def _join_launches(self, target: Tensor, *, non_blocking: bool) -> None:
+        """Before a copy to the host in lazy mode: wait for the thread that submits launches, except
+        for an asynchronous copy to pinned memory (copy_hpu_lazy_D2H in the bridge's
+        lazy_kernels.cpp)."""
+        is_pinned = target.data_ptr() in self.pinned
+        if not self.is_lazy() or (non_blocking and is_pinned):
+            return
+        self.close_segment()
+        if WEDGED_COPIES in self.config.faults and not self.stream_state.is_default:
+            self.released.wait()
+            raise RuntimeError("the card was released while a copy waited for a launch")
+        self.counters.counts["launch_joins"] += self.launches.join()
 
     def compile_only(self) -> bool:
         return self.variables.flag("PT_COMPILE_ONLY_MODE")

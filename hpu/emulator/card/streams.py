@@ -39,9 +39,14 @@ class LaunchClock:
     the latest end that a real card could have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, submit_s: float = 0.0) -> None:
+        """`submit_s`: seconds that a thread of the runtime takes to submit a launch."""
         self.launched = 0
         self._done = 0
+        self._submit_s = submit_s
+        self._joined = 0
+        self._submitted_at = 0.0
+        """Time at which all launches are submitted (time.monotonic)."""
 
     def use(self, allocation: Allocation) -> None:
         """Record that the next launch reads or writes a storage."""
@@ -49,6 +54,16 @@ class LaunchClock:
 
     def launch(self) -> None:
         self.launched += 1
+        if self._submit_s:
+            self._submitted_at = max(self._submitted_at, time.monotonic()) + self._submit_s
+
+    def join(self) -> bool:
+        """Wait until all launches are submitted; whether there were any since the last call."""
+        pending = self.launched > self._joined
+        self._joined = self.launched
+        if (left := self._submitted_at - time.monotonic()) > 0:
+            time.sleep(left)
+        return pending
 
     def finish(self, number: int) -> None:
         """Record that launch `number` and all earlier launches are done."""

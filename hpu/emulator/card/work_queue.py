@@ -27,16 +27,18 @@ class Copy(NamedTuple):
     stream: object
     target: Tensor
     read: Read
+    is_late: bool
+    """Whether the bytes may arrive after the end of the copy."""
 
 
 class WorkQueue:
     """Submitted work in order, by stream.
 
-    A copy reaches its target when the host has waited for it or, with `late_copy_s`, up to that
-    many seconds later and in two parts: a thread of the runtime copies from a staging buffer, and
-    neither events nor a synchronize wait for it. A large asynchronous upload reads its source up to
-    `late_copy_s` later. A kernel's error is raised by the next `synchronize`, not by the call that
-    caused it.
+    A copy reaches its target when the host has waited for it or, with `late_copy_s` and unpinned
+    memory, up to that many seconds later and in two parts: a thread of the runtime copies from a
+    staging buffer, and neither events nor a synchronize wait for it. A large asynchronous upload
+    reads its source up to `late_copy_s` later. A kernel's error is raised by the next
+    `synchronize`, not by the call that caused it.
     """
 
     def __init__(self, report: Report, late_copy_s: float = 0.0, seed: int = 0) -> None:
@@ -49,15 +51,18 @@ class WorkQueue:
         self._errors: list[str] = []
         self._submitted = 0
 
-    def copy(self, target: Tensor, source: Tensor, stream: object) -> None:
+    def copy(self, target: Tensor, source: Tensor, stream: object, *, is_late: bool = True) -> None:
         """Copy the current contents of `source` to `target`."""
         value = source.clone()
-        self.copy_deferred(target, stream, lambda: value)
+        self.copy_deferred(target, stream, lambda: value, is_late=is_late)
 
-    def copy_deferred(self, target: Tensor, stream: object, read: Read) -> None:
-        """Copy to `target` the result of `read` at the time when the host waits."""
+    def copy_deferred(
+        self, target: Tensor, stream: object, read: Read, *, is_late: bool = True
+    ) -> None:
+        """Copy to `target` the result of `read` at the time when the host waits. `is_late`: see
+        Copy."""
         self._submitted += 1
-        self._copies.append(Copy(self._submitted, stream, target, read))
+        self._copies.append(Copy(self._submitted, stream, target, read, is_late))
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Emulate the late read of an asynchronous upload, whose contents are already in `target`:
@@ -114,7 +119,7 @@ class WorkQueue:
         value = copy.read()
         if value is None:
             return
-        if not self._late_copy_s:
+        if not (self._late_copy_s and copy.is_late):
             _write(copy.target, value)
             return
         # The card has copied to the staging buffer; the source may change from now on.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from hpu.emulator.ops import biased_experts
 from hpu.emulator.ops.fp8_attention import fake_sdpa, fake_softmax
 from hpu.emulator.ops.quantized import MAX_OF_AXIS, MAX_OF_TENSOR
 
@@ -114,13 +115,10 @@ def _fp8_gemm(
     return A.new_empty((*before, rows, columns), dtype=out_dtype)
 
 
-def _experts(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return hidden_states.new_empty(hidden_states.shape, dtype=torch.bfloat16)
-
-
 OVERLOAD_FAKES: dict[str, Callable[..., Any]] = {
-    "fp8_fused_weights": _experts,
-    "fp8_fused_weights_dynamic": _experts,
+    "fp8_fused_weights": biased_experts.fake_experts,
+    "fp8_fused_weights_dynamic": biased_experts.fake_experts,
+    **biased_experts.FAKES,
 }
 """Fakes of the overloads of mixture_of_experts."""
 FAKES: dict[str, Callable[..., Any]] = {

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from hpu.emulator.ops import fp8_attention, measured_experts, quantized
+from hpu.emulator.ops import biased_experts, fp8_attention, measured_experts, quantized
 from hpu.emulator.ops.attention import SDPA, sdpa
-from hpu.gaudi_devices import generation, has_kernel, release_of
+from hpu.gaudi_devices import generation, has_kernel, max_experts, release_of
 
 RMS_NORM = "rms_norm(Tensor x, Tensor gamma, float eps) -> (Tensor, Tensor)"
 RMS_NORM_FAST = RMS_NORM.replace("rms_norm", "rms_norm_fast", 1)
@@ -102,18 +102,37 @@ def block_softmax_adjustment(
     return out.view(out_shape).to(block_max.dtype)
 
 
-def define_ops(card: str, release: str, runs_eagerly: Callable[[], bool]) -> Library:
+def _limited(kernel: Callable[..., object], limit: int) -> Callable[..., object]:
+    """A kernel for experts that refuses more than `limit` of them in a call."""
+
+    def run(*args: object, **kwargs: object) -> object:
+        weights = args[3]
+        if isinstance(weights, list) and len(weights) > limit:
+            raise RuntimeError(
+                f"Graph compile failed. mixture_of_experts: {len(weights)} experts in a call, this "
+                f"release takes {limit}"
+            )
+        return kernel(*args, **kwargs)
+
+    return run
+
+
+def define_ops(
+    card: str, release: str, runs_eagerly: Callable[[], bool], has_fault: Callable[[str], bool]
+) -> Library:
     """Define and implement every op that `card` has with this release; destroying the library
-    removes them. `runs_eagerly`: as in quantized.Int4."""
+    removes them. `runs_eagerly`: as in quantized.Int4. `has_fault`: whether the card has a fault.
+    """
     library = Library("hpu", "DEF")  # type: ignore[no-untyped-call]  # torch's own
     fp8 = quantized.Fp8(generation(card).fp8_max, runs_eagerly)
     int4 = quantized.Int4(runs_eagerly)
+    biased = biased_experts.BiasedExperts(runs_eagerly, has_fault)
 
     def has(kernel: str) -> bool:
         return bool(has_kernel(kernel, card, release_of(release)))
 
     grouped = has("convert_from_uint4.g_idx")
-    table = {
+    table: dict[str, Callable[..., object]] = {
         SDPA: sdpa,
         RMS_NORM: rms_norm,
         RMS_NORM_FAST: rms_norm,
@@ -134,8 +153,7 @@ def define_ops(card: str, release: str, runs_eagerly: Callable[[], bool]) -> Lib
         table[quantized.MOE_FP8] = fp8.experts
         table[measured_experts.SCALARS] = measured_experts.ScalarExperts(fp8).run
         table[quantized.MOE_FP8_DYNAMIC] = fp8.dynamic_experts
-    if has("mixture_of_experts.bias_fused_weights"):
-        table[quantized.MOE_BIAS] = quantized.mixture_of_experts_bias
+    table |= biased.kernels(has)
     for name, scale in quantized.OVERLOADS:
         table[quantized.CAST_TO.format(name=name, scale=scale)] = fp8.cast_to
         table[quantized.CAST_FROM.format(name=name, scale=scale)] = fp8.cast_from
@@ -145,7 +163,10 @@ def define_ops(card: str, release: str, runs_eagerly: Callable[[], bool]) -> Lib
     for name, scale, default in fp8_attention.SOFTMAX_OVERLOADS:
         schema = fp8_attention.SOFTMAX_FP8.format(name=name, scale=scale, default=default)
         table[schema] = attention.softmax
+    limit = max_experts(release_of(release))
     for schema, kernel in table.items():
+        if limit and schema.startswith("mixture_of_experts"):
+            kernel = _limited(kernel, limit)
         library.define(schema)  # type: ignore[no-untyped-call]  # torch's own
         library.impl(schema.partition("(")[0], kernel, "CPU")  # type: ignore[no-untyped-call]  # torch's own
     return library

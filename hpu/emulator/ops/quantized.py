@@ -63,13 +63,6 @@ MOE_FP8_DYNAMIC = MOE_FP8.replace("weights(", "weights_dynamic(").replace(
 )
 """Schema without scales for the inputs of the second product. Both schemas follow the bridge's
 declarations (mixture_of_experts_fp8_fused_weights) and the calls of vllm-gaudi."""
-MOE_BIAS = (
-    "mixture_of_experts.bias_fused_weights(Tensor hidden_states, Tensor expert_routing_table, "
-    "Tensor router_weights, Tensor[] w12, Tensor[] w3, Tensor[] w12_bias, Tensor[] w3_bias, "
-    "bool permuted_weights, int experts_min, int experts_max) -> Tensor"
-)
-"""Arguments follow the calls of vllm-gaudi (VllmMixtureOfExpertsOp in vllm_gaudi/extension/ops.py).
-The op has no activation argument."""
 
 
 def _spread(scale: Scale, shape: list[int] | None) -> Tensor | float:
@@ -231,7 +224,7 @@ class Fp8:
         x = (hidden.float() * of_hidden.float()).bfloat16()
         parts = [one.bfloat16().chunk(2, 0 if is_permuted else 1) for one in wide]
         w1, w2 = [one[0] for one in parts], [one[1] for one in parts]
-        _check_experts(x, table, shares, w1, w2, [one.bfloat16() for one in narrow], is_permuted)
+        check_experts(x, table, shares, w1, w2, [one.bfloat16() for one in narrow], is_permuted)
         outputs = []
         for number, (gate_up, down) in enumerate(zip(wide, narrow, strict=True)):
             gate_up, down = (one.t() if is_permuted else one for one in (gate_up, down))
@@ -244,7 +237,7 @@ class Fp8:
                 scale = inner_scales[number].float()
             codes, _ = self.cast_to(inner, 1 / scale)
             outputs.append((codes.float() * scale @ down).bfloat16())
-        return _weighted_sum(outputs, table, shares, first)
+        return weighted_sum(outputs, table, shares, first)
 
     def _check_range(self, name: str, operand: Tensor) -> None:
         worst = float(operand.float().abs().max()) if operand.numel() else 0.0
@@ -430,19 +423,17 @@ def mixture_of_experts(
         raise RuntimeError(
             f"mixture_of_experts: {len(w1)} weights for experts {experts_min} to {experts_max}"
         )
-    _check_experts(
-        hidden_states, expert_routing_table, router_weights, w1, w2, w3, permuted_weights
-    )
+    check_experts(hidden_states, expert_routing_table, router_weights, w1, w2, w3, permuted_weights)
     act = ACTIVATIONS[activation]
     experts = []
     for gate, up, down in zip(w1, w2, w3, strict=True):
         if permuted_weights:
             gate, up, down = gate.t(), up.t(), down.t()
         experts.append((act(hidden_states @ gate) * (hidden_states @ up)) @ down)
-    return _weighted_sum(experts, expert_routing_table, router_weights, experts_min)
+    return weighted_sum(experts, expert_routing_table, router_weights, experts_min)
 
 
-def _weighted_sum(experts: list[Tensor], table: Tensor, weights: Tensor, first: int) -> Tensor:
+def weighted_sum(experts: list[Tensor], table: Tensor, weights: Tensor, first: int) -> Tensor:
     """Weighted sum of the outputs of all local experts. `first`: id of the first local expert."""
     out = torch.zeros(experts[0].shape, dtype=torch.float32)
     for number, expert in enumerate(experts, first):
@@ -450,7 +441,7 @@ def _weighted_sum(experts: list[Tensor], table: Tensor, weights: Tensor, first: 
     return out.to(experts[0].dtype)
 
 
-def _check_experts(
+def check_experts(
     hidden: Tensor,
     table: Tensor,
     weights: Tensor,
@@ -501,50 +492,3 @@ def mixture_of_experts_fused(
     w1, w2 = zip(*(weight.chunk(2, dim) for weight in w12), strict=True)
     parts = (hidden_states, expert_routing_table, router_weights, list(w1), list(w2), w3)
     return mixture_of_experts(*parts, permuted_weights, *args, **kwargs)
-
-
-def mixture_of_experts_bias(
-    hidden_states: Tensor,
-    expert_routing_table: Tensor,
-    router_weights: Tensor,
-    w12: list[Tensor],
-    w3: list[Tensor],
-    w12_bias: list[Tensor],
-    w3_bias: list[Tensor],
-    permuted_weights: bool,
-    experts_min: int,
-    experts_max: int,
-) -> Tensor:
-    """Like `mixture_of_experts` with w1 and w2 interleaved in one weight per expert, biases of both
-    products, and the activation of gpt-oss."""
-    if not len(w12) == len(w12_bias) == len(w3_bias) == experts_max - experts_min + 1:
-        raise RuntimeError(
-            f"mixture_of_experts: {len(w12)} weights and {len(w12_bias)} biases for experts "
-            f"{experts_min} to {experts_max}"
-        )
-    dtypes = {bias.dtype for bias in (*w12_bias, *w3_bias)}
-    if dtypes != {hidden_states.dtype}:
-        raise RuntimeError(
-            f"Graph compile failed. mixture_of_experts: incompatible type, hidden is "
-            f"{hidden_states.dtype} and the biases are {', '.join(sorted(map(str, dtypes)))}"
-        )
-    dim = 0 if permuted_weights else 1
-    w1, w2 = zip(*(weight.chunk(2, dim) for weight in w12), strict=True)
-    _check_experts(
-        hidden_states,
-        expert_routing_table,
-        router_weights,
-        list(w1),
-        list(w2),
-        w3,
-        permuted_weights,
-    )
-    experts = []
-    for wide, narrow, wide_bias, narrow_bias in zip(w12, w3, w12_bias, w3_bias, strict=True):
-        if permuted_weights:
-            wide, narrow = wide.t(), narrow.t()
-        gate_up = hidden_states @ wide + wide_bias
-        gate, up = gate_up[:, ::2].clamp(max=7.0), gate_up[:, 1::2].clamp(-7.0, 7.0)
-        inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
-        experts.append(inner @ narrow + narrow_bias)
-    return _weighted_sum(experts, expert_routing_table, router_weights, experts_min)

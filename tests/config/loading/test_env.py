@@ -1,6 +1,7 @@
 """config/loading/env.py: which variables are settings, which are not, and what a worker is
 given."""
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from config.loading.env import (
     cache_home,
     data_parallel_token,
     device_environment,
+    hpu_environment,
     launched_rank,
     module_id,
     runtime_environment,
@@ -135,6 +137,56 @@ def test_a_cards_worker_starts_with_what_its_runtime_reads_at_the_import(
     assert given["HLS_MODULE_ID"] == "3"
 
 
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [("maxabs_hw", "1"), ("ACT_MAXABS_PCS_POW2_WEIGHT_MAXABS_PTS_POW2_HW", "0"), (None, "1")],
+)
+def test_scales_are_patched_unless_the_compressors_method_refuses_it(
+    method: str | None, expected: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "quant.json"
+    file.write_text(json.dumps({"scale_method": method}))
+    config = EngineConfig(
+        "m",
+        device="hpu-emulator",
+        quant_config=None if method is None else str(file),
+        execution=ExecutionConfig(mode="torch-compile"),
+    )
+
+    assert hpu_environment(config)["RUNTIME_SCALE_PATCHING"] == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [("Qwen3NextForCausalLM", "true"), ("LlamaForCausalLM", None), ("NoSuchModel", None)],
+)
+def test_models_with_gated_deltanet_get_the_compilers_flags(
+    architecture: str, expected: str | None, tmp_path: Path
+) -> None:
+    fields = {
+        "architectures": [architecture],
+        "model_type": "qwen3_next",
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+
+    given = hpu_environment(EngineConfig(str(tmp_path), device="hpu-emulator"))
+
+    assert given.get("ENABLE_EXPERIMENTAL_FLAGS") == expected
+    assert given.get("ENABLE_SKIP_REMOVAL_OF_GRAPH_INPUT_IDENTITY_NODES") == expected
+
+
 def test_a_worker_in_our_own_process_gets_them_before_torch_imports_the_runtime() -> None:
     """Torch imports the vendor's package by itself, where it is installed."""
     code = (
@@ -143,6 +195,7 @@ def test_a_worker_in_our_own_process_gets_them_before_torch_imports_the_runtime(
         "from config.loading import env\n"
         "env.is_installed = lambda module: True\n"
         "env._has_vendor_torch = lambda: True\n"
+        "env._version = lambda name: '1.22.1.6'\n"
         "import engine.executors.select as select\n"
         "seen = []\n"
         "class Finder:\n"

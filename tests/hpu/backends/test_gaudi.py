@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import random_checkpoint
 import torch
+from emulated import emulated
+from gaudi_machine import GaudiMachine
 from greedy import assert_greedy_within, load_reference
 from paged_harness import load_decoder
 from strict_card import assert_nothing_compiles_after_warmup
@@ -17,15 +19,19 @@ from worker_rig import BLOCK_SIZE
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.execution import EmulatorSettings, ExecutionConfig
+from config.execution import EmulatorSettings, ExecutionConfig, ModeChoice
 from config.model.model_config import ModelConfig
 from hpu.backends import gaudi_copies
+from hpu.backends.gaudi import GaudiBackend
 from hpu.backends.select import select_backend
+from hpu.doctor.errors import explain
+from hpu.emulator.card.device import Device
 from hpu.emulator.settings import EmulatorConfig
 from hpu.gaudi_devices import BOTH, KERNELS, Kernel
-from hpu.protocol import DECODE, RequestSampling
+from hpu.protocol import DECODE, RequestSampling, StepPlan
 from hpu.sampling.sampler import WHOLE_SETTINGS
 from hpu.worker.load import choose_dtype
+from hpu.worker.worker import Worker
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "granite", "phi3"])
@@ -644,3 +650,48 @@ def test_without_a_gaudi_none_of_the_vendors_code_is_looked_for() -> None:
 
     assert "hpu.backends.gaudi" not in sys.modules or not hasattr(torch, "hpu")
     assert not any(name.startswith("habana_frameworks") for name in sys.modules)
+
+
+def test_the_first_operation_that_fails_names_driver_and_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = GaudiMachine(tmp_path)
+    machine.driver = "1.20.0-bd4b6a8"
+
+    def fail(self: Any, *_: Any) -> None:
+        raise RuntimeError("Graph compile failed. 26")
+
+    monkeypatch.setattr(Device, "synchronize", fail)
+    with emulated(), pytest.raises(ConfigError, match=r"could not be.*driver is 1\.20\.0-bd4b6a8"):
+        GaudiBackend(
+            ExecutionConfig(),
+            ModeChoice("hpu-graphs", ""),
+            explain=lambda text: explain(text, machine.seen()),
+        )
+
+
+@pytest.mark.parametrize(
+    ("mode", "names_the_other"), [("hpu-graphs", True), ("lazy", True), ("torch-compile", False)]
+)
+def test_an_error_of_the_card_in_lazy_mode_names_the_other_mode(
+    mode: str, names_the_other: bool
+) -> None:
+    worker = Worker(EngineConfig("m"))
+    backend = select_backend(
+        EngineConfig("m", device="hpu-emulator", execution=ExecutionConfig(mode=mode))
+    )
+    worker._backend = backend
+    worker._runner = Failing()  # type: ignore[assignment]  # it has the one method that is called
+
+    with pytest.raises(RuntimeError, match=r"synLaunch failed") as caught:
+        worker.submit(StepPlan(0, []))
+
+    assert ("--execution-mode torch-compile" in str(caught.value)) == names_the_other
+    backend.close()
+
+
+class Failing:
+    """A runner whose launches fail."""
+
+    def submit(self, plan: StepPlan) -> None:
+        raise RuntimeError("synLaunch failed")

@@ -1,5 +1,7 @@
 """The preflight on laid-out machines: each thing that can be wrong is said in plain words."""
 
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,47 @@ def test_driver_and_runtime_of_two_releases_are_named(gaudi: GaudiMachine) -> No
     assert "the driver is 1.20.0-bd4b6a8, the runtime 1.22.1.6" in found.what
 
 
+def test_an_operation_that_fails_names_both_releases(gaudi: GaudiMachine) -> None:
+    told = explain("Graph compile failed. 26", gaudi.seen())
+    assert told is not None and "driver" not in told
+    gaudi.driver = "1.20.0-bd4b6a8"
+
+    known = explain("synStatus=26 [Generic failure] Device acquire failed", gaudi.seen())
+    unknown = explain("a + a failed", gaudi.seen())
+
+    for text in (known, unknown):
+        assert text is not None
+        assert "the driver is 1.20.0-bd4b6a8, the runtime 1.22.1.6" in text
+        assert text.endswith("update the driver on the host")
+    assert str(unknown).startswith("a + a failed; ")
+
+
+@pytest.mark.parametrize(
+    ("mode", "remedy"),
+    [
+        (0o660, "docker run --group-add {group}, .*supplementalGroups: .{group}. in Kubernetes"),
+        (0o600, "docker run --user {user}.*udev rule"),
+    ],
+)
+def test_a_node_that_this_user_may_not_open_is_named_with_its_owner_and_the_remedy(
+    mode: int, remedy: str, gaudi: GaudiMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = gaudi.root / "dev/accel/accel3"
+    node.chmod(mode)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != node)
+    user, group = os.getuid(), node.stat().st_gid
+
+    (found,) = [one for one in preflight(gaudi.seen()).findings if one.level != OK]
+
+    assert found.level == WARN
+    wanted = f"/dev/accel/accel3 (user {user}, group {group}, mode {mode:04o})"
+    assert found.what == f"user {user} may not open {wanted}"
+    assert re.search(remedy.format(user=user, group=group), found.do)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match=r"open /dev/accel/accel0 .*; /dev/accel/accel7"):
+        check_start(gaudi.seen())
+
+
 def test_an_unknown_driver_version_is_called_unknown(gaudi: GaudiMachine) -> None:
     gaudi.driver = None
 
@@ -166,9 +209,10 @@ def test_kernels_are_told_by_generation_and_release(tmp_path: Path) -> None:
 
     (found,) = [f for f in preflight(older.seen()).findings if f.about == "kernels"]
 
-    assert found.what.startswith("gaudi2: 10 of 16 fused kernels are known to be there; ")
-    missing = "block_softmax_adjustment, mixture_of_experts.bias_fused_weights"
+    assert found.what.startswith("gaudi2: 10 of 17 fused kernels are known to be there; ")
+    missing = "mixture_of_experts.bias_fused_weights"
     assert f"; not there: {missing}; only the runtime can tell: " in found.what
+    assert "block_softmax_adjustment" in found.what.partition("only the runtime")[2]
 
 
 def test_a_held_card_is_no_obstacle_while_others_are_free(gaudi: GaudiMachine) -> None:

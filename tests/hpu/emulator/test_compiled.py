@@ -1,5 +1,7 @@
 """hpu_backend on the emulated card: what torch's tracer refuses, and what counts as one recipe."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from emulated import emulated
@@ -120,3 +122,56 @@ def test_operators_outside_of_regions_are_counted() -> None:
         (compiled(x).view(3, 1) * 2).abs()
 
         assert card.counters.counts["eager_ops"] == before + 2
+
+
+def _put(x: Tensor, rows: Tensor) -> Tensor:
+    return torch.ops.aten.index_put.default(x, [None, rows], x + 1)
+
+
+LEFT_OUT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "addcmul": lambda x, rows: torch.addcmul(x, x, x),
+    "index": lambda x, rows: x.view(2, 2, 1)[:, rows],
+    "index_put": _put,
+    "masked_fill": lambda x, rows: x.masked_fill(x > 1, torch.nan),
+    "permute": lambda x, rows: rows.view(1, 2).permute(1, 0) + 1,
+}
+STAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum of products": lambda x, rows: x + x * x,
+    "index_select": lambda x, rows: x.index_select(1, rows),
+    "leading index": lambda x, rows: x[rows],
+    "infinity": lambda x, rows: x.masked_fill(x > 1, torch.inf),
+    "permute": lambda x, rows: x.permute(1, 0) + 1,
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_operators_that_the_partitioner_leaves_out_of_a_graph_are_counted(name: str) -> None:
+    with emulated(lazy=False) as card, torch.inference_mode():
+        compiled = torch.compile(LEFT_OUT[name], backend="hpu_backend", dynamic=False)
+
+        compiled(torch.ones(2, 2, device="hpu"), torch.tensor([1, 0], device="hpu"))
+
+        found = [one.op for one in card.counters.misuses if one.kind == "left_out_of_graph"]
+        assert found == [name]
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_other_operators_stay_in_the_graph(name: str) -> None:
+    with emulated(lazy=False, strict=True), torch.inference_mode():
+        compiled = torch.compile(STAYS[name], backend="hpu_backend", dynamic=False)
+
+        compiled(torch.ones(2, 2, device="hpu"), torch.tensor([1, 0], device="hpu"))
+
+
+def test_fused_attention_leaves_a_graph_with_symbolic_shapes() -> None:
+    def attend(q: Tensor) -> Tensor:
+        given = (q, q, q, None, 0.0, 1.0, False, False, "fast", None, "right")
+        out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(*given)[0]
+        return out
+
+    for options, expected in ((None, 1), ({"force_static_compile": True}, 0)):
+        with emulated(lazy=False) as card, torch.inference_mode():
+            compiled = torch.compile(attend, backend="hpu_backend", dynamic=True, options=options)
+            compiled(torch.ones(1, 2, 3, 4, device="hpu"))
+
+            assert card.counters.counts["left_out_of_graph"] == expected

@@ -9,6 +9,9 @@ from emulated import emulated
 from torch import Tensor
 from torch.nn import functional
 
+from hpu.ops.gaudi_modules import VllmMixtureOfExpertsOp
+from hpu.ops.kernels import ExpertWeights
+
 
 def on_card(*tensors: Tensor) -> list[Tensor]:
     return [given.to("hpu") for given in tensors]
@@ -475,3 +478,21 @@ def test_gelu_of_the_experts_is_the_approximation_by_tanh() -> None:
 
     assert torch.allclose(out, functional.gelu(x, approximate="tanh") * 1.5, atol=1e-6)
     assert not torch.allclose(out, functional.gelu(x) * 1.5, atol=1e-6)
+
+
+def test_release_1_20_takes_64_experts_in_a_call_and_layers_make_as_many_calls() -> None:
+    torch.manual_seed(0)
+    weights = ExpertWeights(torch.randn(70, 8, 4), torch.randn(70, 4, 4))
+    x, shares = torch.randn(5, 4), torch.rand(5, 2)
+    ids = torch.tensor([[0, 69], [63, 64], [1, 65], [5, 6], [66, 67]])
+    with emulated(release="1.22.1"):
+        whole = VllmMixtureOfExpertsOp(ExpertWeights(*on_card(*weights[:2])))
+        expected = whole(*on_card(x, ids, shares)).cpu()
+
+    with emulated(release="1.20.0"):
+        on_its_card = ExpertWeights(*on_card(*weights[:2]))
+        with pytest.raises(RuntimeError, match="70 experts in a call, this release takes 64"):
+            VllmMixtureOfExpertsOp(on_its_card)(*on_card(x, ids, shares)).cpu()
+        found = VllmMixtureOfExpertsOp(on_its_card, 64)(*on_card(x, ids, shares)).cpu()
+
+    torch.testing.assert_close(found, expected)

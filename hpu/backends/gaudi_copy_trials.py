@@ -1,0 +1,110 @@
+"""Chooses how results are copied to the host (--host-copies auto): tries each way on the card."""
+
+import logging
+import statistics
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from config.errors import ConfigError
+from config.execution import BLOCKING_COPIES, DEFAULT_COPIES, SIDE_COPIES
+from hpu.backends.gaudi_copies import HostCopies
+
+logger = logging.getLogger(__name__)
+
+PREFERRED = (SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES)
+"""From the most overlap with launches to none."""
+WATCHDOG_S = 5.0
+"""Time for all copies of a trial. A copy was seen to wait forever inside the runtime."""
+STEPS = 9
+"""Copies of a trial."""
+WIDTH = 256
+"""Numbers in a copy: as many as tokens of a large decode."""
+SLOW_S = 1e-3
+SLOW_FACTOR = 4.0
+"""A way is passed over if its copies hold the launching thread for more than both: this time, and
+this many times the time of the fastest way."""
+
+
+class CopyTrials:
+    """Trials of the ways to copy. `make_copies` makes HostCopies of a kind; `launch_work` launches
+    the work that was submitted so far."""
+
+    def __init__(
+        self, make_copies: Callable[[str], HostCopies], launch_work: Callable[[], None]
+    ) -> None:
+        self._make_copies = make_copies
+        self._launch_work = launch_work
+
+    def choose(self) -> str:
+        """Try each way, the safest first, and return the preferred way among those that give right
+        values in time. Raises ConfigError if none does."""
+        seconds: dict[str, float] = {}
+        failures: dict[str, str] = {}
+        for kind in reversed(PREFERRED):
+            self._try(kind, seconds, failures)
+        fast = [kind for kind in PREFERRED if kind in seconds and not _is_slow(kind, seconds)]
+        chosen = fast[0] if fast else ""
+        if failures and chosen:
+            # A copy that still waits may block the others.
+            self._try(chosen, seconds, failures)
+        if not chosen or chosen in failures:
+            reasons = [f"{kind}: {why}" for kind, why in failures.items()]
+            raise ConfigError(
+                f"no results can be copied from the card: {'; '.join(reasons)}; start again with "
+                "--host-copies blocking"
+            )
+        shown = ", ".join(
+            f"{kind} {seconds[kind] * 1e6:.0f} us" for kind in PREFERRED if kind in seconds
+        )
+        logger.info("Copies to the host: %s (a copy holds a launch for: %s)", chosen, shown)
+        for kind, why in failures.items():
+            logger.warning("Copies to the host: %s is not used: %s", kind, why)
+        return chosen
+
+    def _try(self, kind: str, seconds: dict[str, float], failures: dict[str, str]) -> None:
+        """Record the result of a trial, which ends in a thread of its own."""
+        found: list[float | str] = []
+
+        def run() -> None:
+            try:
+                with torch.inference_mode():
+                    found.append(self._measure(kind))
+            except RuntimeError as error:
+                found.append(str(error))
+
+        # A copy that waits forever cannot be ended: its thread ends with the process.
+        thread = threading.Thread(target=run, name=f"copies-{kind}", daemon=True)
+        thread.start()
+        thread.join(WATCHDOG_S)
+        result = found[0] if found else f"no result after {WATCHDOG_S:.0f} s"
+        if isinstance(result, str):
+            failures[kind] = result
+            seconds.pop(kind, None)
+        else:
+            seconds[kind] = result
+
+    def _measure(self, kind: str) -> float:
+        """Median seconds for which a copy holds the thread that launches. Raises RuntimeError for
+        wrong values."""
+        copies = self._make_copies(kind)
+        state = torch.zeros(WIDTH, dtype=torch.int32).to("hpu")
+        held = []
+        for number in range(1, STEPS + 1):
+            state = state + 1
+            self._launch_work()
+            start = time.perf_counter()
+            target = copies.start(state)
+            held.append(time.perf_counter() - start)
+            copies.event().wait()
+            if copies.num_repeated:
+                raise RuntimeError("a copy had not arrived after its event")
+            if target.tolist() != [number] * WIDTH:
+                raise RuntimeError(f"copied {target[0].item()} in place of {number}")
+        return statistics.median(held)
+
+
+def _is_slow(kind: str, seconds: dict[str, float]) -> bool:
+    return seconds[kind] > max(SLOW_S, SLOW_FACTOR * min(seconds.values()))

@@ -1,0 +1,87 @@
+"""Operators that the partitioner of hpu_backend takes out of a compiled graph: they run alone, and
+divide the graph into several recipes (HabanaAI/gaudi-pytorch-bridge, shared_layer.py of the
+compile back end, as of 2026)."""
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+ALWAYS = frozenset(
+    (
+        *("seed", "manual_seed", "initial_seed", "get_rng_state", "set_rng_state"),
+        *("slice_backward", "addcmul", "nonzero", "_unique2", "bincount"),
+    )
+)
+DYNAMIC_ONLY = frozenset(
+    (
+        *("sdpa_fwd", "sdpa_fwd_dropout", "sdpa_fwd_non_dropout", "sdpa_fwd_dropout_seed"),
+        *("sdpa_recomp_fwd", "sdpa_recomp_fwd_dropout", "sdpa_recomp_fwd_non_dropout"),
+        *("sdpa_recomp_fwd_dropout_seed", "fp8_sdpa_recomp_fwd"),
+    )
+)
+"""Operators that leave graphs with symbolic shapes."""
+MAX_INDEXED_DIMS = 4
+
+
+def left_out(graph: GraphModule, *, is_dynamic: bool) -> Iterator[tuple[str, str]]:
+    """(operator, reason) of each node of a lowered graph that does not stay in it. `is_dynamic`:
+    whether the graph has symbolic shapes."""
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        name = node.target._schema.name.partition("::")[2]
+        if reason := _reason(name, node, is_dynamic):
+            yield name, reason
+
+
+def _reason(name: str, node: Node, is_dynamic: bool) -> str:
+    """Why a node leaves the graph; empty if it stays."""
+    if name in ALWAYS:
+        return "the operator is never part of a graph"
+    if name == "permute" and _dtype_of(node) == torch.int64:
+        return "permute of int64"
+    if is_dynamic and name in DYNAMIC_ONLY:
+        return "fused attention with symbolic shapes"
+    if any(isinstance(value, float) and value != value for value in node.args):
+        return "a NaN as a scalar"
+    if name == "index":
+        return _reason_of_index(node, is_dynamic)
+    if name in ("index_put", "index_put_"):
+        return _reason_of_put(node, is_dynamic)
+    return ""
+
+
+def _reason_of_index(node: Node, is_dynamic: bool) -> str:
+    if is_dynamic:
+        return "indices with symbolic shapes"
+    indices = _indices_of(node)
+    dims = _value_of(node).dim()
+    if dims <= MAX_INDEXED_DIMS and dims == len(indices):
+        return ""
+    return "a dimension without index before an index" if None in indices else ""
+
+
+def _reason_of_put(node: Node, is_dynamic: bool) -> str:
+    if is_dynamic:
+        return "indices with symbolic shapes"
+    indices = _indices_of(node)
+    if None in indices:
+        return "a dimension without index before an index"
+    masks = [index for index in indices if index and _dtype_of(index) == torch.bool]
+    return f"{len(masks)} masks as indices" if len(masks) > 1 else ""
+
+
+def _indices_of(node: Node) -> list[Node | None]:
+    return cast(list[Node | None], node.args[1])
+
+
+def _value_of(node: Node) -> Tensor:
+    value: Tensor = node.meta["val"]
+    return value
+
+
+def _dtype_of(node: Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)

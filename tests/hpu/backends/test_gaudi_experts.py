@@ -1,0 +1,170 @@
+"""Experts of gpt-oss on the emulated card: the kernels are compared with plain operations on the
+weights of the model, and left where they differ."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import random_checkpoint
+import torch
+from two_prompts import greedy, working
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.execution import ExecutionConfig
+from config.model.read_config import read_model_config
+from hpu.backends.gaudi import GaudiBackend
+from hpu.backends.select import select_backend
+from hpu.emulator import settings
+from hpu.emulator.settings import MIXED_CODES, MIXED_EXPERTS, EmulatorConfig
+from hpu.gaudi_devices import BOTH, KERNELS, Kernel
+from hpu.layers.moe import Experts
+from hpu.model_loader.loader import load_weights
+from hpu.model_loader.mxfp4 import E2M1
+from hpu.models.registry import build_model
+from hpu.ops.gaudi_modules import VllmMixtureOfExpertsOp
+from hpu.quantization.registry import process_weights
+from hpu.quantization.stored.checkpoint import CheckpointScheme
+from hpu.quantization.stored.mxfp4 import LaunchedMxfp4Weight, VllmMixtureOfExpertsOpMxfp4
+
+# All experts are chosen: rounding changes no choice.
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+}
+PACKED: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
+ALL_KERNELS = ("bias_fused_weights", "bias_mxfp4_fused_weights")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return random_checkpoint.write_random(folder, "GptOssForCausalLM", **SIZES, **PACKED)
+
+
+@pytest.fixture(autouse=True)
+def newest_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALL_KERNELS:
+        monkeypatch.setitem(KERNELS, f"mixture_of_experts.{name}", Kernel(BOTH, ()))
+
+
+@contextmanager
+def loaded(folder: Path, *, mode: str = "hpu-graphs", native: bool = False) -> Iterator[Any]:
+    """(backend, layers of experts) of the model on the card."""
+    execution = ExecutionConfig(mode=mode, native_mxfp4=native, host_copies="side")
+    backend = select_backend(EngineConfig("m", device="hpu-emulator", execution=execution))
+    assert isinstance(backend, GaudiBackend)
+    dtype = torch.bfloat16
+    try:
+        with torch.inference_mode():
+            model = build_model(
+                read_model_config(str(folder)),
+                dtype=dtype,
+                device=backend.device,
+                quantization=CheckpointScheme(
+                    lambda weight: backend.linear_method(weight, dtype),
+                    lambda experts: backend.moe_method(experts, dtype),
+                ),
+            )
+            load_weights(model, str(folder), on_progress=lambda done, total: None)
+            process_weights(model, None)
+            backend.prepare(model)
+            yield backend, [one for one in model.modules() if isinstance(one, Experts)]
+    finally:
+        backend.close()
+
+
+def with_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = functools.partial(EmulatorConfig, faults=frozenset([name]))
+    monkeypatch.setattr(settings, "EmulatorConfig", made)
+
+
+def test_a_kernel_that_is_right_runs_the_experts(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with loaded(folder) as (_, experts):
+        assert all(isinstance(one.moe_op, VllmMixtureOfExpertsOp) for one in experts)
+    assert "plain operations" not in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["hpu-graphs", "eager"])
+def test_a_kernel_that_differs_is_left_with_one_warning(
+    mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_fault(MIXED_EXPERTS, monkeypatch)
+
+    with loaded(folder, mode=mode) as (_, experts):
+        assert len(experts) > 1
+        assert all(one.moe_op is None for one in experts)
+    assert caplog.text.count("run on plain operations") == 1
+
+
+def test_experts_in_mxfp4_stay_so_where_it_is_asked_for(folder: Path) -> None:
+    with loaded(folder, native=True) as (_, experts):
+        assert all(isinstance(one.moe_op, VllmMixtureOfExpertsOpMxfp4) for one in experts)
+        weights = sum(one.quantized_weights.num_bytes for one in experts)
+        numbers = sum(3 * 64 * 128 * one.num_experts for one in experts)
+        # 4 bits, and 8 for 32 numbers.
+        assert weights == numbers * 17 // 32
+
+
+def test_a_kernel_for_mxfp4_that_differs_is_left_and_the_weights_stay_packed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with loaded(folder) as (_, experts):
+        torch.manual_seed(0)
+        hidden, weights = torch.randn(5, 64).bfloat16().to("hpu"), torch.rand(5, 4).to("hpu")
+        ids = torch.arange(4).repeat(5, 1).to("hpu")
+        expected = experts[0](hidden, ids, weights).cpu()
+    with_fault(MIXED_CODES, monkeypatch)
+
+    with loaded(folder, native=True) as (_, experts):
+        assert all(one.moe_op is None and one.quantized_weights is not None for one in experts)
+        torch.manual_seed(0)
+        hidden, weights = torch.randn(5, 64).bfloat16().to("hpu"), torch.rand(5, 4).to("hpu")
+        ids = torch.arange(4).repeat(5, 1).to("hpu")
+        found = experts[0](hidden, ids, weights).cpu()
+    assert caplog.text.count("run on plain operations") == 1
+    difference = (found - expected).float().square().mean() / expected.float().square().mean()
+    assert difference.sqrt() < 0.02
+
+
+def test_a_release_without_the_operator_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KERNELS, f"mixture_of_experts.{ALL_KERNELS[1]}", Kernel(BOTH, None))
+
+    with (
+        pytest.raises(ConfigError, match=r"--native-mxfp4 is on, and the runtime 1\.22\.1 has no"),
+        loaded(folder, native=True),
+    ):
+        pass
+
+
+def test_each_code_has_its_value_on_the_card() -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    blocks = (codes | (codes << 4)).view(1, 1, 16)
+
+    for scale in (0, 120, 127, 140):
+        weight = LaunchedMxfp4Weight(blocks, torch.tensor([[scale]], dtype=torch.uint8))
+        expected = torch.tensor(E2M1).repeat_interleave(2) * 2.0 ** (scale - 127)
+        assert weight.dequantize(torch.float32).tolist() == [expected.tolist()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", MIXED_EXPERTS])
+def test_a_server_gives_the_tokens_of_the_cpu_whatever_the_kernel_does(
+    fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with working(folder) as on_cpu:
+        expected = greedy(on_cpu)
+    if fault:
+        with_fault(fault, monkeypatch)
+
+    with working(folder, device="hpu-emulator") as rig:
+        assert greedy(rig) == expected
