@@ -276,10 +276,13 @@ class GaudiBackend(Backend):
         is_qwen2 = model.config.architecture.startswith("Qwen2")
         exists = self._has_kernel("block_softmax_adjustment", card)
         sizes = self._execution.slice_sizes
-        kernels = module.GaudiKernels(
+        form = module.GaudiKernels if self._execution.fused_norm_rope else module.PlainNormKernels
+        exists &= self._execution.fused_block_softmax
+        kernels = form(
             fused_sdpa=self._execution.fused_sdpa,
             softmax_mode="fp32" if is_qwen2 else "fast",
             fused_adjustment=exists and not is_qwen2 and model.dtype != torch.float16,
+            fused_experts=self._execution.fused_experts,
             slices=None if sizes is None else SliceSizes(*sizes),
             end_slice=self._end_recipe,
         )
@@ -320,7 +323,7 @@ class GaudiBackend(Backend):
         # The bridge's tests list the operators for quantized experts as unsupported in eager mode.
         if dtype != torch.bfloat16 or card is None or self._mode == EAGER:
             return None
-        if isinstance(experts, Mxfp4Experts):
+        if isinstance(experts, Mxfp4Experts) or not self._execution.fused_experts:
             return None
         weights = [weight for _, weight in experts.products]
         if can_multiply(experts) and all(self._expands_fp8(weight) for weight in weights):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config.errors import ConfigError, GaudiserveError
+from hpu.emulator.faults import check_names
 from hpu.gaudi_devices import GENERATIONS
 
 
@@ -57,7 +58,11 @@ class EmulatorConfig:
     unsupported: frozenset[str] = frozenset()
     """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ones."""
 
+    faults: frozenset[str] = frozenset()
+    """Assumptions that this card breaks (hpu/emulator/faults.py)."""
+
     def __post_init__(self) -> None:
+        check_names(self.faults)
         if self.generation not in GENERATIONS:
             known = ", ".join(GENERATIONS)
             raise ConfigError(f"emulated device {self.generation!r} is not one of {known}")

@@ -45,6 +45,7 @@ from hpu.ops.kernels import (
     ScoreOptions,
     SliceSizes,
 )
+from hpu.ops.norm import rms_norm
 
 FP32_SOFTMAX = "fp32"
 MAX_EXPONENT = 80.0
@@ -56,7 +57,8 @@ class GaudiKernels:
     """`fused_sdpa`: prefills use FusedSDPA, and read cached context in slices of `slices`.
     `softmax_mode`: FusedSDPA's argument, fast or fp32; fp32 makes all scores float32.
     `fused_adjustment`: decodes use the kernel block_softmax_adjustment, which some cards and
-    releases lack. `end_slice` is called after each slice."""
+    releases lack. `fused_experts`: routed experts use the vendor's operator where it suits them.
+    `end_slice` is called after each slice."""
 
     def __init__(
         self,
@@ -64,10 +66,12 @@ class GaudiKernels:
         fused_sdpa: bool,
         softmax_mode: str = "fast",
         fused_adjustment: bool = False,
+        fused_experts: bool = True,
         slices: SliceSizes | None = None,
         end_slice: Callable[[], None] = lambda: None,
     ) -> None:
         self._fused_sdpa = fused_sdpa
+        self._fused_experts = fused_experts
         self._softmax_mode = softmax_mode
         self._fused_adjustment = fused_adjustment
         self._slices = slices if fused_sdpa else None
@@ -119,6 +123,8 @@ class GaudiKernels:
     def make_moe(
         self, weights: ExpertWeights, activation: str | ClampedSwiGLU
     ) -> VllmMixtureOfExpertsOp | None:
+        if not self._fused_experts:
+            return None
         if isinstance(activation, ClampedSwiGLU):
             # The kernel with biases supports only this activation, and exists only in later
             # releases.
@@ -128,6 +134,18 @@ class GaudiKernels:
         if weights.w13_bias is not None or activation not in MOE_ACTIVATIONS:
             return None
         return VllmMixtureOfExpertsOp(weights)
+
+
+class PlainNormKernels(GaudiKernels):
+    """GaudiKernels with plain operations in place of the kernels of norms and rotary embedding."""
+
+    @staticmethod
+    def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(hidden, weight, eps)
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        low, high = heads.chunk(2, dim=-1)
+        return heads * cos + torch.cat((-high, low), dim=-1) * sin
 
 
 class GaudiAttention(nn.Module):
