@@ -106,10 +106,9 @@ def run_selftest(
     return found
 
 
-def stored(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
+def stored(config: EngineConfig, machine: Machine) -> Sequence[SelfTest]:
     """The usable result of an earlier self-test; empty if there is none."""
-    path = env.selftest_file(loaded.engine)
-    return read(path, identity_of(loaded.engine, machine), all_checks())
+    return read(env.selftest_file(config), identity_of(config, machine), all_checks())
 
 
 def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
@@ -119,7 +118,7 @@ def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
     when = config.execution.selftest
     if not is_gaudi(config) or when == "off":
         return ()
-    if found := stored(loaded, machine):
+    if found := stored(config, machine):
         return found
     is_card = env.chosen_device(config.device) == "hpu"
     if when == "auto" and not is_card:
