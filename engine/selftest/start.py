@@ -21,7 +21,7 @@ from engine.selftest.results import Identity, SelfTest, Setting, read, write
 from engine.selftest.runner import OnResult, Place, Runner
 from hpu.doctor.cards import find_cards
 from hpu.doctor.machine import Machine
-from hpu.doctor.preflight import preflight
+from hpu.doctor.preflight import check_start, preflight
 from hpu.doctor.software import RUNTIME_DISTRIBUTION, driver_version
 from hpu.emulator.settings import EmulatorConfig
 from hpu.selftest.base import Orders, all_checks
@@ -55,6 +55,17 @@ class FailureReport(NamedTuple):
 def is_gaudi(config: EngineConfig) -> bool:
     """Whether the server runs on a Gaudi card or its emulator."""
     return env.chosen_device(config.device) in ("hpu", "hpu-emulator")
+
+
+def check_place(config: EngineConfig, machine: Machine) -> None:
+    """Raise ConfigError where no self-test can run."""
+    if not is_gaudi(config):
+        raise ConfigError(
+            "the self-test needs a Gaudi card and the vendor's runtime, which is not installed "
+            "here: --device hpu-emulator runs it on an emulated card"
+        )
+    if env.chosen_device(config.device) == "hpu":
+        check_start(machine)
 
 
 def identity_of(config: EngineConfig, machine: Machine) -> Identity:

@@ -13,10 +13,10 @@ from engine.selftest.fallbacks import line, shown
 from engine.selftest.results import CheckResult, SelfTest
 from engine.selftest.start import (
     at_start,
+    check_place,
     choices_for,
     failure_report,
     identity_of,
-    is_gaudi,
     log_choices,
     run_selftest,
 )
@@ -47,12 +47,8 @@ def main(argv: list[str]) -> int:
     """Run the checks and print a table; returns 0 if no check fails or hangs, else 1. Raises
     ConfigError."""
     loaded = load(argv, default_model="demo", parser=selftest_parser())
-    if not is_gaudi(loaded.engine):
-        raise ConfigError(
-            "the self-test needs a Gaudi card and the vendor's runtime, which is not installed "
-            "here: --device hpu-emulator runs it on an emulated card"
-        )
     machine = this_machine(environment())
+    check_place(loaded.engine, machine)
     print(f"Self-test of {identity_of(loaded.engine, machine)}", flush=True)
     found = run_selftest(
         loaded,
