@@ -15,6 +15,7 @@ from config.errors import ConfigError
 from config.loading import env
 from config.loading.flags import FLAGS
 from config.loading.sources import DEFAULT, Loaded
+from config.model.model_config import ModelConfig
 from config.version import VERSION
 from engine.selftest.fallbacks import Choice, InUse, line, select
 from engine.selftest.results import Identity, SelfTest, Setting, read, write
@@ -24,7 +25,7 @@ from hpu.doctor.machine import Machine
 from hpu.doctor.preflight import check_start, preflight
 from hpu.doctor.software import RUNTIME_DISTRIBUTION, driver_version
 from hpu.emulator.settings import EmulatorConfig
-from hpu.selftest.base import Orders, all_checks
+from hpu.selftest.base import ModelShape, Orders, all_checks
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +80,29 @@ def identity_of(config: EngineConfig, machine: Machine) -> Identity:
     return Identity(" ".join(names), driver_version(machine) or "", release, VERSION)
 
 
-def place_of(config: EngineConfig, machine: Machine) -> Place:
-    """Where the checks for a server with `config` run."""
+def shape_of(facts: ModelConfig) -> ModelShape:
+    """The sizes of a model."""
+    sizes = ModelShape(facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.hidden_size)
+    if facts.moe:
+        sizes = msgspec.structs.replace(
+            sizes, num_experts=facts.moe.num_experts, experts_per_token=facts.moe.top_k
+        )
+    return sizes
+
+
+def place_of(
+    config: EngineConfig,
+    machine: Machine,
+    models: Sequence[ModelConfig] = (),
+) -> Place:
+    """Where the checks for a server with `config` run, with the sizes of the first of `models`."""
+    shape = shape_of(models[0]) if models else ModelShape()
     device = env.chosen_device(config.device)
     is_emulated = device == "hpu-emulator"
     software = EmulatorConfig().release if is_emulated else machine.version(RUNTIME_DISTRIBUTION)
     cards = EmulatorConfig().num_devices if is_emulated else len(find_cards(machine).cards)
     return Place(
-        Orders(device, software or "", config.emulator),
+        Orders(device, software or "", config.emulator, shape),
         partial(_environment, config),
         cards,
     )
@@ -103,15 +119,11 @@ def _environment(config: EngineConfig, is_lazy: bool, folder: str) -> dict[str, 
 
 
 def run_selftest(
-    loaded: Loaded, machine: Machine, *, is_quick: bool, on_result: OnResult, place: Place | None
+    config: EngineConfig, machine: Machine, place: Place, *, is_quick: bool, on_result: OnResult
 ) -> SelfTest:
-    """Run the checks and store the result. `place`: where they run; None: on the card of the
-    server."""
-    config = loaded.engine
+    """Run the checks at `place` and store the result for the card of `config`."""
     checks = [check for check in all_checks().values() if check.is_quick or not is_quick]
-    runner = Runner(
-        place or place_of(config, machine), QUICK_BUDGET_S if is_quick else BUDGET_S, on_result
-    )
+    runner = Runner(place, QUICK_BUDGET_S if is_quick else BUDGET_S, on_result)
     found = SelfTest(identity_of(config, machine), is_quick, tuple(runner.run(checks)))
     write(env.selftest_file(config), found)
     return found
@@ -142,11 +154,10 @@ def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
         "--selftest off leaves it out",
         QUICK_BUDGET_S,
     )
-    found = [
-        run_selftest(loaded, machine, is_quick=True, on_result=lambda result: None, place=None)
-    ]
-    logger.info("Self-test: %s", found[0].summary)
-    return found
+    place = place_of(config, machine)
+    fresh = run_selftest(config, machine, place, is_quick=True, on_result=lambda result: None)
+    logger.info("Self-test: %s", fresh.summary)
+    return (fresh,)
 
 
 def choices_for(loaded: Loaded, given: Loaded, found: SelfTest) -> list[Choice]:

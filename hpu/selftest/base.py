@@ -74,6 +74,17 @@ class Check:
     num_ranks: int = 1
 
 
+class ModelShape(msgspec.Struct, frozen=True):
+    """Sizes of a model, with which the fused kernels are checked."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    hidden_size: int = 64
+    num_experts: int = 4
+    experts_per_token: int = 2
+
+
 class Orders(msgspec.Struct, frozen=True):
     """What a process of the self-test runs, and on which card."""
 
@@ -81,6 +92,7 @@ class Orders(msgspec.Struct, frozen=True):
     software: str = ""
     """Version of the vendor's runtime; of an emulated card, the emulator's."""
     emulator: EmulatorSettings = EmulatorSettings()
+    shape: ModelShape = ModelShape()
     names: tuple[str, ...] = ()
     """Checks to run, in this order."""
     rank: int = 0
@@ -128,13 +140,20 @@ class Card:
     """The vendor's interface in this process, and torch. Creating it loads the runtime, which
     acquires the card at the first operation."""
 
-    def __init__(self, software: str, rank: int = 0, recipe_folder: str = "") -> None:
+    def __init__(
+        self,
+        software: str,
+        rank: int = 0,
+        recipe_folder: str = "",
+        shape: ModelShape = ModelShape(),  # noqa: B008  # frozen
+    ) -> None:
         self.torch: ModuleType = import_module("torch")
         self.module(ROOT)
         core = self.module(f"{ROOT}.core")
         self.hpu = self.module(f"{ROOT}.hpu")
         self.metrics = self.module(f"{ROOT}.hpu.metrics")
         self.rank = rank
+        self.shape = shape
         self.recipe_folder = recipe_folder
         self._release = release_of(software)
         self.mark: Callable[[], None] = core.mark_step

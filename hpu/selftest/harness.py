@@ -66,7 +66,7 @@ def _emulated(orders: Orders) -> EmulatorConfig:
 
 def _open(orders: Orders) -> Card:
     """Load the runtime, join the other ranks, and acquire the card."""
-    card = Card(orders.software, orders.rank, f"{orders.folder}/recipes")
+    card = Card(orders.software, orders.rank, f"{orders.folder}/recipes", orders.shape)
     if orders.num_ranks > 1:
         hccl = card.module(f"{ROOT}.distributed.hccl")
         hccl.initialize_distributed_hpu(

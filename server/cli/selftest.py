@@ -3,10 +3,12 @@
 import logging
 from pathlib import Path
 
+from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
 from config.loading.env import environment, set_missing
 from config.loading.parser import Parser, command_parser
-from config.loading.sources import Loaded, load
+from config.loading.sources import DEFAULT, Loaded, load
+from config.model.model_config import ModelConfig
 from config.whole_files import write_whole
 from engine.reports.doctor import this_machine
 from engine.selftest.fallbacks import line, shown
@@ -18,6 +20,7 @@ from engine.selftest.start import (
     failure_report,
     identity_of,
     log_choices,
+    place_of,
     run_selftest,
 )
 
@@ -51,11 +54,11 @@ def main(argv: list[str]) -> int:
     check_place(loaded.engine, machine)
     print(f"Self-test of {identity_of(loaded.engine, machine)}", flush=True)
     found = run_selftest(
-        loaded,
+        loaded.engine,
         machine,
+        place_of(loaded.engine, machine, _models(loaded)),
         is_quick=loaded.arguments.quick,
         on_result=lambda result: print(row(result), flush=True),
-        place=None,
     )
     print(f"\n{found.summary}")
     for choice in choices_for(loaded, loaded, found):
@@ -63,6 +66,21 @@ def main(argv: list[str]) -> int:
     if loaded.arguments.json:
         _write(Path(loaded.arguments.json), failure_report(found, machine))
     return int(any(result.is_wrong for result in found.results))
+
+
+def _models(loaded: Loaded) -> tuple[ModelConfig, ...]:
+    """The model that is named, whose sizes the kernels are checked with; empty if there is none."""
+    engine = loaded.engine
+    if loaded.sources["model"][1] == DEFAULT:
+        return ()
+    facts = model_facts(
+        engine.model,
+        revision=engine.revision,
+        cache_dir=engine.cache_dir,
+        download_dir=engine.download_dir,
+        hf_overrides=engine.hf_overrides,
+    )
+    return (facts,)
 
 
 def row(result: CheckResult) -> str:

@@ -9,6 +9,8 @@ BRIDGE = "HabanaAI/gaudi-pytorch-bridge, backend/synapse_helpers/device.cpp and 
 LOCKSTEP = Fallback("overlap-depth", ("1",))
 """The host waits for each step before it prepares the next step."""
 HOST_COPIES = LOCKSTEP
+"""What avoids copies on a second stream. A setting that selects another way to copy belongs here.
+"""
 SENTINEL = -7_654_321
 ARRIVAL_TIMEOUT_S = 2.0
 NUM_COPIES = 8

@@ -139,7 +139,7 @@ CHECKS = (
         source="vllm-project/vllm-gaudi, docs/configuration/env_variables.md",
         program=writes,
         fallbacks=(KEEP_TENSORS,),
-        needs=("graph-replay",),
+        needs=("graph-replay", "cache-writes"),
         is_quick=True,
     ),
     Check(

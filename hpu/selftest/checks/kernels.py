@@ -12,16 +12,20 @@ BRIDGE = "HabanaAI/gaudi-pytorch-bridge"
 PLUGIN = "vllm-project/vllm-gaudi"
 UNFUSED = Fallback("prompt-use-fusedsdpa", ("off",))
 MASKED = -1e30
-SCALE = 0.25
 BFLOAT16 = 0.03
 """Tolerance of results in bfloat16."""
+
+
+def _scale(card: Card) -> float:
+    found: float = card.shape.head_dim**-0.5
+    return found
 
 
 def _scores(card: Card, query: "Tensor", key: "Tensor", mask: "Tensor") -> "Tensor":
     """Masked scores on the CPU, (batch, heads, queries, keys)."""
     group = query.shape[1] // key.shape[1]
     keys = key.repeat_interleave(group, dim=1)
-    found: Tensor = query @ keys.transpose(-1, -2) * SCALE + mask
+    found: Tensor = query @ keys.transpose(-1, -2) * _scale(card) + mask
     return found
 
 
@@ -35,11 +39,12 @@ def _attention(
 
 
 def _operands(card: Card, rows: int, columns: int) -> "tuple[Tensor, Tensor, Tensor]":
-    """Query (2, 4, rows, 16), key and value (2, 2, columns, 16): heads in groups."""
+    """Query (2, heads, rows, D), key and value (2, kv_heads, columns, D)."""
+    shape = card.shape
     return (
-        card.values(2, 4, rows, 16, seed=1),
-        card.values(2, 2, columns, 16, seed=2),
-        card.values(2, 2, columns, 16, seed=3),
+        card.values(2, shape.num_heads, rows, shape.head_dim, seed=1),
+        card.values(2, shape.num_kv_heads, columns, shape.head_dim, seed=2),
+        card.values(2, shape.num_kv_heads, columns, shape.head_dim, seed=3),
     )
 
 
@@ -51,7 +56,7 @@ def _causal(card: Card, softmax_mode: str) -> Iterator[Comparison]:
     given = [card.put(one.bfloat16()) for one in (query, key, value)]
     lengths_on_card = card.put(torch.tensor(lengths).int())
     found = fused.apply(
-        *given, None, 0.0, True, SCALE, softmax_mode, True, lengths_on_card, "right"
+        *given, None, 0.0, True, _scale(card), softmax_mode, True, lengths_on_card, "right"
     )
     mask = torch.full((32, 32), MASKED).triu(1)
     expected = _attention(card, query, key, value, mask)
@@ -77,7 +82,7 @@ def masked_attention(card: Card) -> Iterator[Comparison]:
     visible[:, 20:32] = False
     mask = torch.zeros(2, 1, 16, 48).masked_fill(~visible, MASKED)
     given = [card.put(one.bfloat16()) for one in (query, key, value, mask)]
-    found = fused.apply(*given, 0.0, False, SCALE, "fast", True, None, "right")
+    found = fused.apply(*given, 0.0, False, _scale(card), "fast", True, None, "right")
     expected = _attention(card, query, key, value, mask)
     yield Comparison("attention with a mask over cached and new tokens", found, expected, BFLOAT16)
 
@@ -91,22 +96,28 @@ def _statistics(card: Card, num_rows: int) -> Iterator[Comparison]:
     if num_rows > 1:
         visible = visible.tril(16)
     mask = torch.zeros(2, 1, num_rows, 32).masked_fill(~visible, MASKED)
-    grouped = (
-        *(query.view(2, 2, 2, 16, 16), key.unsqueeze(2), value.unsqueeze(2), mask.unsqueeze(1)),
-    )
-    given = [card.put(one.bfloat16()) for one in grouped]
+    batch, heads, rows, size = query.shape
+    kv_heads = key.shape[1]
+    if kv_heads in (1, heads):
+        operands = query, key, value, mask
+    else:
+        grouped = query.view(batch, kv_heads, heads // kv_heads, rows, size)
+        operands = grouped, key.unsqueeze(2), value.unsqueeze(2), mask.unsqueeze(1)
+    given = [card.put(one.bfloat16()) for one in operands]
     out, highest, inverse, _ = torch.ops.hpu.sdpa_recomp_fwd(
-        *given, 0.0, SCALE, False, True, "fast", None, "right"
+        *given, 0.0, _scale(card), False, True, "fast", None, "right"
     )
     scores = _scores(card, query, key, mask)
     tops = scores.amax(-1, keepdim=True)
     expected = _attention(card, query, key, value, mask)
-    yield Comparison("output", out.view(2, 4, 16, 16), expected, BFLOAT16)
-    found = highest.float().view(2, 4, 16, 1)
+    yield Comparison("output", out.view(query.shape), expected, BFLOAT16)
+    found = highest.float().view(*query.shape[:3], 1)
     yield Comparison("maxima of the scores", found, tops, BFLOAT16)
     # Relative to the found maxima, which may be rounded.
     sums = torch.exp(scores - found.cpu()).sum(-1, keepdim=True)
-    yield Comparison("inverses of the sums", inverse.float().view(2, 4, 16, 1), 1 / sums, BFLOAT16)
+    yield Comparison(
+        "inverses of the sums", inverse.float().view(*query.shape[:3], 1), 1 / sums, BFLOAT16
+    )
 
 
 def statistics_of_rows(card: Card) -> Iterator[Comparison]:
@@ -138,7 +149,8 @@ def block_softmax(card: Card) -> Iterator[Comparison]:
 def norm(card: Card) -> Iterator[Comparison]:
     torch = card.torch
     fused = card.module(f"{ROOT}.hpex.normalization").FusedRMSNorm
-    x, weight = card.values(2, 5, 64, seed=1), card.values(64, seed=2)
+    size = card.shape.hidden_size
+    x, weight = card.values(2, 5, size, seed=1), card.values(size, seed=2)
     expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
     for dtype in (torch.bfloat16, torch.float32):
         found = fused.apply(card.put(x.to(dtype)), card.put(weight.to(dtype)), 1e-6)
@@ -148,7 +160,10 @@ def norm(card: Card) -> Iterator[Comparison]:
 def rotary(card: Card) -> Iterator[Comparison]:
     torch = card.torch
     kernels = card.kernels()
-    heads, angles = card.values(6, 4, 16, seed=1), card.values(6, 1, 8, seed=2)
+    shape = card.shape
+    count = shape.num_heads + shape.num_kv_heads
+    heads = card.values(6, count, shape.head_dim, seed=1)
+    angles = card.values(6, 1, shape.head_dim // 2, seed=2)
     cos, sin = (torch.cat((function(angles),) * 2, dim=-1) for function in (torch.cos, torch.sin))
     first, second = heads.chunk(2, -1)
     expected = heads * cos + torch.cat((-second, first), -1) * sin
@@ -160,10 +175,11 @@ def rotary(card: Card) -> Iterator[Comparison]:
 
 def experts(card: Card) -> Iterator[Comparison]:
     torch = card.torch
+    count, chosen = card.shape.num_experts, card.shape.experts_per_token
     hidden = card.values(6, 32, seed=1)
-    w13, w2 = card.values(4, 32, 32, seed=2) / 8, card.values(4, 32, 16, seed=3) / 8
-    ids = torch.tensor([[0, 2], [3, 1], [1, 0], [2, 3], [0, 1], [3, 2]])
-    shares = card.values(6, 2, seed=4).abs()
+    w13, w2 = card.values(count, 32, 32, seed=2) / 8, card.values(count, 32, 16, seed=3) / 8
+    ids = torch.rand(6, count, generator=torch.Generator().manual_seed(5)).topk(chosen).indices
+    shares = card.values(6, chosen, seed=4).abs()
     stacked = [card.put(one.bfloat16()) for one in (w13, w2)]
     found = torch.ops.hpu.mixture_of_experts(
         hidden_states=card.put(hidden.bfloat16()),
@@ -174,7 +190,7 @@ def experts(card: Card) -> Iterator[Comparison]:
         permuted_weights=True,
         activation="silu",
         experts_min=0,
-        experts_max=3,
+        experts_max=count - 1,
     )
     expected = torch.zeros(6, 32)
     for token in range(6):
