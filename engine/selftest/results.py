@@ -125,17 +125,25 @@ def read(path: Path, identity: Identity, checks: Mapping[str, Check]) -> Sequenc
             identity,
         )
         return ()
-    results = tuple(_checked(result, checks, path) for result in found.results)
+    results = tuple(
+        _checked(result, checks[result.name], path)
+        for result in found.results
+        if _is_known(result, checks, path)
+    )
     return (msgspec.structs.replace(found, results=results),)
 
 
-def _checked(result: CheckResult, checks: Mapping[str, Check], path: Path) -> CheckResult:
+def _is_known(result: CheckResult, checks: Mapping[str, Check], path: Path) -> bool:
+    if result.name not in checks:
+        logger.warning("The self-test %s: the check %s is unknown, and refused", path, result.name)
+    return result.name in checks
+
+
+def _checked(result: CheckResult, check: Check, path: Path) -> CheckResult:
     """`result` with the fallbacks that its check has."""
-    check = checks.get(result.name)
-    known = check.fallbacks if check else ()
     kept = []
     for one in result.fallbacks:
-        if Fallback(one.setting, one.values) in known and result.is_wrong:
+        if Fallback(one.setting, one.values) in check.fallbacks and result.is_wrong:
             kept.append(one)
         else:
             logger.warning(

@@ -163,8 +163,12 @@ def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
 def choices_for(loaded: Loaded, given: Loaded, found: SelfTest) -> list[Choice]:
     """The settings that failed checks of `found` need. `given`: the settings of the user, to which
     `loaded` may have added a preset."""
-    named = {one.setting for result in found.results for one in result.fallbacks}
-    return select(found.results, dict(_in_use(loaded, given, named)))
+    num_ranks = loaded.engine.parallel.world_size
+    checks = all_checks()
+    # A check of several cards does not concern a model on fewer cards.
+    results = [one for one in found.results if checks[one.name].num_ranks <= num_ranks]
+    named = {one.setting for result in results for one in result.fallbacks}
+    return select(results, dict(_in_use(loaded, given, named)))
 
 
 def log_choices(choices: Sequence[Choice]) -> None:

@@ -1,8 +1,8 @@
 """Faults of an emulated card. Each breaks the assumption that the self-test's check of the same
 name is about (hpu/selftest/checks); the emulator is otherwise unchanged.
 
-A name may be followed by `:crash` or `:hang`: the operators of the fault then end the process, or
-never return.
+The name of a fault of operators may be followed by `:crash` or `:hang`: the operators then end the
+process, or never return.
 """
 
 import os
@@ -151,7 +151,8 @@ def check_names(faults: Collection[str]) -> None:
     """Raise ConfigError for a fault that does not exist."""
     for fault in faults:
         name, _, ending = fault.partition(":")
-        if name not in FAULTS or ending not in ("", CRASH, HANG):
+        endings = ("", CRASH, HANG) if isinstance(FAULTS.get(name), OperatorFault) else ("",)
+        if name not in FAULTS or ending not in endings:
             raise ConfigError(f"emulated fault {fault!r} is not one of {', '.join(sorted(FAULTS))}")
 
 

@@ -68,7 +68,7 @@ CHECKS = (
         source="HabanaAI/gaudi-pytorch-bridge, its hccl module",
         program=captured,
         fallbacks=(Fallback("execution-mode", ("torch-compile", "lazy", "eager")),),
-        needs=("graph-replay", "collectives"),
+        needs=("graph-marks", "collectives"),
         num_ranks=NUM_RANKS,
         limit_s=60.0,
     ),

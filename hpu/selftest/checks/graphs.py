@@ -167,6 +167,7 @@ CHECKS = (
         program=marks,
         fallbacks=(Fallback("config-hidden-layers", ("1000",)),),
         needs=("graph-replay",),
+        is_quick=True,
     ),
     Check(
         name="graph-memory",

@@ -289,7 +289,10 @@ CHECKS = (
         assumption="the FP8 range is 240 on Gaudi 2 and 448 on Gaudi 3, and casts saturate",
         source=f"{PLUGIN}, vllm_gaudi/extension/ops.py",
         program=fp8,
-        fallbacks=(Fallback("kv-cache-dtype", ("auto", "bfloat16", "float16")),),
+        fallbacks=(
+            Fallback("force-channel-fp8", ("off",)),
+            Fallback("kv-cache-dtype", ("auto", "bfloat16", "float16")),
+        ),
         is_quick=True,
     ),
 )

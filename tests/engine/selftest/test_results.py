@@ -107,7 +107,6 @@ def test_a_format_of_another_time_is_ignored_with_a_line(
         ("graph-replay", Setting("api-key", ("none",))),
         ("graph-replay", Setting("execution-mode", ("eager",))),
         ("graph-replay", Setting("LD_PRELOAD", ("/tmp/x.so",))),
-        ("no-such-check", MODES),
     ],
 )
 def test_an_unknown_fallback_in_a_file_is_refused_with_a_line(
@@ -120,6 +119,26 @@ def test_an_unknown_fallback_in_a_file_is_refused_with_a_line(
 
     assert found.results[0].fallbacks == ()
     assert f"the fallback {fallback.setting} of {name} is unknown, and refused" in caplog.text
+
+
+def test_an_unknown_check_in_a_file_is_refused_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "selftest.json"
+    write(path, SelfTest(CARD, True, (CheckResult("no-such-check", FAILS, fallbacks=(MODES,)),)))
+
+    (found,) = read(path, CARD, CHECKS)
+
+    assert found.results == ()
+    assert "the check no-such-check is unknown, and refused" in caplog.text
+
+
+def test_a_check_of_two_cards_does_not_concern_a_model_on_one_card() -> None:
+    found = SelfTest(CARD, True, (result_of(CHECKS["captured-collectives"], FAILS, ""),))
+    alone, pair = emulated(), emulated("--tensor-parallel-size", "2")
+
+    assert choices_for(alone, alone, found) == []
+    assert [one.value for one in choices_for(pair, pair, found)] == ["torch-compile"]
 
 
 def test_a_fallback_of_a_check_that_holds_is_refused(

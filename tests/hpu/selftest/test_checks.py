@@ -101,6 +101,9 @@ def test_a_crash_and_a_hang_are_faults_of_a_card_too() -> None:
 
     with pytest.raises(ConfigError, match="emulated fault 'experts:burn' is not one of"):
         EmulatorConfig(faults=frozenset(["experts:burn"]))
+    # The fault of no operator.
+    with pytest.raises(ConfigError, match="emulated fault 'uploads:crash' is not one of"):
+        EmulatorConfig(faults=frozenset(["uploads:crash"]))
     with pytest.raises(ConfigError, match="emulated fault 'nothing' is not one of"):
         EmulatorConfig(faults=frozenset(["nothing"]))
 

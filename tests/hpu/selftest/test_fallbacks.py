@@ -25,6 +25,9 @@ class Case(NamedTuple):
     words: tuple[str, ...] = ()
     """Flags of the server."""
     is_slow: bool = True
+    breaks: bool = True
+    """Whether greedy tokens are wrong without the fallback; else only speed, drawn tokens or memory
+    suffer."""
 
 
 CASES = (
@@ -44,6 +47,16 @@ CASES = (
     Case("experts", "qwen2_moe"),
     Case("cache-writes"),
     Case("exact-comparisons"),
+    Case("index-reduce", breaks=False),
+    Case("sampler-operators", breaks=False),
+    Case("non-finite", breaks=False),
+    Case("int64", breaks=False),
+    Case("uploads", breaks=False),
+    Case("events", breaks=False),
+    Case("host-copies", breaks=False),
+    Case("memory-stats", breaks=False),
+    Case("graph-memory", breaks=False),
+    Case("recipe-cache", breaks=False),
     Case("torch-compile", words=("--no-regional-compilation",)),
     Case("compiled-cache-writes", words=("--no-regional-compilation",)),
 )
@@ -52,7 +65,11 @@ CASES = (
 def tokens(folder: Path, loaded: Loaded, family: str) -> list[list[int]]:
     engine = loaded.engine
     with working(
-        folder, device=engine.device, execution=engine.execution, emulator=engine.emulator
+        folder,
+        device=engine.device,
+        execution=engine.execution,
+        emulator=engine.emulator,
+        max_inflight_steps=engine.max_inflight_steps,
     ) as rig:
         return greedy(rig)
 
@@ -71,6 +88,7 @@ def selected(loaded: Loaded, fault: str, monkeypatch: pytest.MonkeyPatch) -> Loa
     return loaded
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "case",
     [
@@ -94,6 +112,8 @@ def test_a_server_with_the_fallback_of_a_failed_check_gives_the_right_tokens(
     found = tokens(folder, selected(loaded, case.fault, monkeypatch), case.family)
 
     assert found == expected
+    if not case.breaks:
+        return
     monkeypatch.undo()
     if all_checks()[case.fault].mode == "compile":
         monkeypatch.setattr("config.loading.env.choose_mode", compiling)
