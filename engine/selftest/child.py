@@ -6,7 +6,7 @@ import msgspec
 
 from config.loading.env import environment
 from config.log import setup as setup_log
-from engine.process.child_process import exit_with_parent, read_orders
+from engine.process.child_process import bound_exit, exit_with_parent, read_orders
 from hpu.selftest.base import Orders
 from hpu.selftest.harness import run
 
@@ -21,5 +21,5 @@ def main() -> None:
     setup_log("selftest")
     for report in run(orders, dict(environment())):
         reports.write(msgspec.json.encode(report) + b"\n")
-    # Without the interpreter's cleanup, which waits for threads of the runtime.
-    os._exit(0)
+    # The interpreter's exit releases the card, but may wait for threads of the runtime.
+    bound_exit(0)

@@ -4,6 +4,7 @@ settings that it selects."""
 import logging
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -32,6 +33,11 @@ logger = logging.getLogger(__name__)
 EMULATED = "emulated"
 BUDGET_S, QUICK_BUDGET_S = 540.0, 55.0
 """Maximum time of all checks on a card, and of the quick part."""
+RELEASE_S = 5.0
+"""Time in which the driver releases the card after the last child; a worker does not wait for it.
+"""
+UNSET = "unset"
+"""Value of a variable that the user has not set: none that a fallback has."""
 MODE = "execution-mode"
 REPORTED_PACKAGES = ("torch", "habana-torch-plugin", "transformers", "numpy")
 REPORTED_VARIABLES = re.compile(
@@ -155,8 +161,14 @@ def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
         QUICK_BUDGET_S,
     )
     place = place_of(config, machine)
-    fresh = run_selftest(config, machine, place, is_quick=True, on_result=lambda result: None)
+    try:
+        fresh = run_selftest(config, machine, place, is_quick=True, on_result=lambda result: None)
+    except OSError as error:
+        logger.warning("The self-test cannot run: %s", error)
+        return ()
     logger.info("Self-test: %s", fresh.summary)
+    if is_card:
+        time.sleep(RELEASE_S)
     return (fresh,)
 
 
@@ -182,7 +194,7 @@ def _in_use(loaded: Loaded, given: Loaded, named: set[str]) -> Iterator[tuple[st
     variables = env.environment()
     for name in named:
         if Setting(name, ()).is_variable:
-            yield name, InUse(variables.get(name, ""), name in variables)
+            yield name, InUse(variables.get(name, UNSET), name in variables)
         elif name in flags:
             is_users = given.sources[name][1] != DEFAULT
             shown = flags[name].shown(loaded.sources[name][0])

@@ -65,11 +65,7 @@ CASES = (
 def tokens(folder: Path, loaded: Loaded, family: str) -> list[list[int]]:
     engine = loaded.engine
     with working(
-        folder,
-        device=engine.device,
-        execution=engine.execution,
-        emulator=engine.emulator,
-        max_inflight_steps=engine.max_inflight_steps,
+        folder, device=engine.device, execution=engine.execution, emulator=engine.emulator
     ) as rig:
         return greedy(rig)
 
