@@ -23,7 +23,7 @@ AIDER := .venv-aider
 PAGE_TESTS := tests/page
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow test-overload test-resume test-clients test-cuda test-deploy test-docs test-kernels test-fuzz test-page test-parallel test-quantizers page-libraries page-pictures lint style format bench bench-cuda clean
+.PHONY: help install install-hpu serve test test-slow test-overload test-resume test-clients test-cuda test-hpu test-deploy test-docs test-kernels test-fuzz test-page test-parallel test-quantizers page-libraries page-pictures lint style format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,6 +106,10 @@ test-clients: $(VENV)/.installed $(CLIENTS)/.installed $(NODE_CLIENT)/node_modul
 test-cuda: $(VENV)/.installed ## With an NVIDIA GPU: the tests that need one
 	@$(BIN)/python -c 'import sys, torch; from hpu.backends.cuda import missing_cuda as missing; sys.exit(missing(torch.__version__, torch.version.cuda, torch.cuda.is_available()))'
 	@$(BIN)/python -m pytest -q -m cuda tests/cuda $(ARGS)
+
+test-hpu: $(VENV)/.installed ## On a Gaudi machine: the self-test, then parity, traffic and API on a card
+	@$(BIN)/gaudiserve selftest --device hpu; selftest=$$?; test $$selftest -le 1 || exit $$selftest; \
+	$(BIN)/python -m pytest -q -m hpu tests/hpu/card $(ARGS) && exit $$selftest
 
 $(VENV)/.deploy: $(VENV)/.installed
 	@$(PIP) --editable '.[deploy]' && touch $@

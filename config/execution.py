@@ -120,6 +120,24 @@ class ExecutionConfig:
         "operator; off: they are converted to bfloat16",
         variables=("HPU_MXFP4_NATIVE",),
     )
+    selftest: str = setting(
+        "auto",
+        "Use the result of `gaudiserve selftest`: settings that avoid its failed checks; without a "
+        "result the quick part runs before the first start. auto: it runs on a card, not on the "
+        "emulator; off: neither",
+        choices=("auto", "on", "off"),
+    )
+    fused_experts: bool = setting(
+        True, "Use the vendor's operator for routed experts; off: plain operations on all experts"
+    )
+    fused_block_softmax: bool = setting(
+        True,
+        "Use the vendor's kernel for the weights of blocks in decodes, where the card has it",
+        variables=("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT",),
+    )
+    fused_norm_rope: bool = setting(
+        True, "Use the vendor's kernels for norms and rotary embedding; off: plain operations"
+    )
     log_graph_compilation: bool = setting(
         False,
         "Log each step that compiled, with its shapes",
@@ -335,6 +353,12 @@ class EmulatorSettings:
         False,
         "Misuse of the device stops the worker instead of being counted",
         name="emulator-strict",
+    )
+    faults: tuple[str, ...] = setting(
+        (),
+        "Assumptions that the emulated card breaks, by the names of the checks of `gaudiserve "
+        "selftest`",
+        name="emulator-faults",
     )
 
     def __post_init__(self) -> None:

@@ -47,6 +47,7 @@ from server.cli.plan import plan_parser
 from server.cli.presets import presets_parser
 from server.cli.quantize import quantize_parser
 from server.cli.run_batch import batch_parser
+from server.cli.selftest import selftest_parser
 
 ALL_PAGES = [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]
 MANIFESTS = ("compose.yaml", "compose.local.yaml", "kubernetes/base/deployment.yaml")
@@ -62,6 +63,7 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "presets": presets_parser,
     "quantize": quantize_parser,
     "run-batch": batch_parser,
+    "selftest": selftest_parser,
 }
 
 

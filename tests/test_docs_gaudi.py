@@ -9,6 +9,8 @@ import pytest
 from doc_blocks import PAGES, blocks_of, commands_of, output_of
 
 from config.loading.vendor_variables import vendor_variables
+from engine.selftest.fallbacks import shown
+from hpu.selftest.base import all_checks
 from server.cli.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -106,3 +108,30 @@ def test_each_rule_of_a_card_names_tests_that_exist() -> None:
                 assert f"def test_{test}_" in failures, cell
             else:
                 assert test.strip("`") in tests, cell
+
+
+def test_the_table_of_checks_of_the_self_test_is_that_of_the_code() -> None:
+    text = (ROOT / "docs/selftest.md").read_text(encoding="utf-8")
+    rows = [row for row in text.splitlines() if row.startswith("| `")]
+
+    expected = [
+        f"| `{check.name}` | {check.assumption} | "
+        + (" ".join(f"`{shown(one.setting, one.values[0])}`" for one in check.fallbacks) or "none")
+        + f" | {'yes' if check.is_quick else 'no'} |"
+        for check in sorted(all_checks().values(), key=lambda check: check.name)
+    ]
+
+    assert rows == expected
+
+
+def test_the_assumptions_of_gaudi_md_name_every_check() -> None:
+    text = (ROOT / "docs/gaudi.md").read_text(encoding="utf-8")
+    assumptions = text.partition("## To be confirmed on hardware")[2]
+
+    named = {
+        name
+        for names in re.findall(r"\(checks? (`[^)]*`)\) \|$", assumptions, re.MULTILINE)
+        for name in re.findall(r"`([^`]+)`", names)
+    }
+
+    assert named == set(all_checks())

@@ -24,6 +24,7 @@ MAY_IMPORT = {
 EXCEPTIONS = {
     "server.cli.buckets": ("engine.reports.buckets",),
     "server.cli.doctor": ("engine.reports.doctor",),
+    "server.cli.selftest": ("engine.reports.doctor", "engine.selftest"),
     "server.cli.plan": ("engine.reports.buckets", "engine.reports.plan"),
     "server.cli.presets": (
         "engine.reports.doctor",
@@ -46,6 +47,11 @@ EXCEPTIONS = {
         "hpu.gaudi_devices",
         "hpu.model_loader.size_estimate",
     ),
+    # It runs the checks of the self-test, as an executor runs workers.
+    "engine.selftest.child": ("hpu.selftest",),
+    "engine.selftest.results": ("hpu.selftest.base",),
+    "engine.selftest.runner": ("hpu.selftest.base",),
+    "engine.selftest.start": ("hpu.selftest.base", "hpu.doctor", "hpu.emulator.settings"),
     "engine.executors.inproc": ("hpu.worker.worker",),
     "engine.executors.worker_main": ("hpu.worker.worker", "hpu.numa"),
 }

@@ -5,7 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -234,14 +234,40 @@ def device_environment(
 def worker_environment(config: EngineConfig) -> dict[str, str]:
     """All variables of a worker's process. Raises ConfigError for an impossible execution mode."""
     variables = {**hpu_environment(config), **os.environ, **runtime_environment(config)}
+    variables = _with_modules(config, variables)
+    if config.parallel.world_size > 1:
+        # The variable overrides a worker's rank, so all workers would take the same card.
+        variables.pop(HLS_MODULE_ID, None)
+    return variables
+
+
+def selftest_environment(
+    config: EngineConfig, recipe_folder: str, tested: Collection[str], *, is_lazy: bool
+) -> dict[str, str]:
+    """All variables of a process of the self-test: those of a worker in lazy mode, or not. The
+    variables `tested`, which a self-test may set for a server, have their defaults."""
+    own = {name: word for name, word in os.environ.items() if name not in tested}
+    fixed = {
+        "PT_HPU_LAZY_MODE": str(int(is_lazy)),
+        "PT_HPU_RECIPE_CACHE_CONFIG": f"{recipe_folder},false,{RECIPE_CACHE_MB}",
+    }
+    variables = _hpu_variables(config, is_lazy=is_lazy) | own | fixed | runtime_environment(config)
+    return _with_modules(config, variables)
+
+
+def selftest_file(config: EngineConfig) -> Path:
+    """The file of the self-test's result: beside the folder of compiled recipes."""
+    folder = os.path.join(config.cache_dir or cache_home(), "hpu-recipes")
+    kept = os.environ.get("PT_HPU_RECIPE_CACHE_CONFIG", "").partition(",")[0]
+    return Path(f"{kept or folder}-selftest.json")
+
+
+def _with_modules(config: EngineConfig, variables: dict[str, str]) -> dict[str, str]:
     is_unset = not variables.get(HABANA_VISIBLE_MODULES)
     if chosen_device(config.device) == "hpu" and is_unset and (modules := visible_modules()):
         # The container runtime does not set this variable. The vendor's runtime would then use
         # ranks as module ids, although module ids and device nodes are numbered differently.
         variables[HABANA_VISIBLE_MODULES] = ",".join(map(str, modules))
-    if config.parallel.world_size > 1:
-        # The variable overrides a worker's rank, so all workers would take the same card.
-        variables.pop(HLS_MODULE_ID, None)
     return variables
 
 
@@ -302,7 +328,10 @@ def hpu_environment(config: EngineConfig) -> dict[str, str]:
     device = chosen_device(config.device)
     if device not in ("hpu", "hpu-emulator"):
         return {}
-    is_lazy = hpu_mode(config).is_lazy
+    return _hpu_variables(config, is_lazy=hpu_mode(config).is_lazy)
+
+
+def _hpu_variables(config: EngineConfig, *, is_lazy: bool) -> dict[str, str]:
     variables = {
         "PT_HPU_LAZY_MODE": str(int(is_lazy)),
         # The vendor's wrapper of parameters and `Tensor.to` is for training; servers turn it off.
@@ -327,7 +356,7 @@ def hpu_environment(config: EngineConfig) -> dict[str, str]:
         variables["ENABLE_EXPERIMENTAL_FLAGS"] = "true"
         variables["ENABLE_SKIP_REMOVAL_OF_GRAPH_INPUT_IDENTITY_NODES"] = "true"
     recipes = str(cache_path(config.cache_dir or cache_home(), "hpu-recipes"))
-    if device == "hpu" and "," not in recipes:
+    if chosen_device(config.device) == "hpu" and "," not in recipes:
         # Path, delete at start, MB: the next process reuses compiled recipes.
         variables["PT_HPU_RECIPE_CACHE_CONFIG"] = f"{recipes},false,{RECIPE_CACHE_MB}"
     return variables

@@ -6,7 +6,7 @@ import contextlib
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ class Loaded:
     """Notes about how vLLM's spellings and files were understood."""
     arguments: argparse.Namespace
     """Parsed command line, including flags that only its command has."""
+    words: tuple[str, ...] = ()
+    """The command line: `load` with further flags behind it changes single settings."""
 
     def shown(self) -> dict[str, tuple[object, str]]:
         """`sources` with secrets masked."""
@@ -90,7 +92,8 @@ def load(
     # The value of an unknown flag may have been parsed as MODEL.
     if len(named) > 1 and not problems:
         problems.append(f"two models are named, {' and '.join(sorted(map(repr, named)))}")
-    return _merge(_variables(environ), flags, problems, arguments, default_model)
+    loaded = _merge(_variables(environ), flags, problems, arguments, default_model)
+    return replace(loaded, words=tuple(argv or ()))
 
 
 def from_keywords(**keywords: Any) -> Loaded:

@@ -121,11 +121,8 @@ class ChildProcess:
         self.sentinel, self._alive = os.pipe()
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         self.pid = self._process.pid
-        payload = msgspec.msgpack.encode(orders)
-        # If the child is already dead, the watcher reports it.
-        with contextlib.suppress(BrokenPipeError):
-            assert self._process.stdin is not None
-            os.write(self._process.stdin.fileno(), _LENGTH.pack(len(payload)) + payload)
+        assert self._process.stdin is not None
+        write_orders(self._process.stdin.fileno(), orders)
         self._watcher = threading.Thread(target=self._watch, name=f"watch-{self.pid}", daemon=True)
         self._watcher.start()
 
@@ -168,6 +165,14 @@ class ChildProcess:
         os.close(self._alive)
         if self._on_exit is not None and not self._closing:
             self._on_exit(self.end)
+
+
+def write_orders(descriptor: int, orders: object) -> None:
+    """In the parent: write `orders` to the child's stdin. A child that is already dead is no
+    error: whoever waits for the child finds its end."""
+    payload = msgspec.msgpack.encode(orders)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(descriptor, _LENGTH.pack(len(payload)) + payload)
 
 
 def read_orders(kind: Any) -> Any:

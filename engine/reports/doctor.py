@@ -12,6 +12,8 @@ from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.execution import EMULATED_RELEASE, RUNTIME_DISTRIBUTION, ModeChoice, choose_mode
 from config.version import VERSION
+from engine.selftest.fallbacks import shown
+from engine.selftest.start import stored
 from hpu.doctor.cards import Card
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.preflight import Preflight, has_sign_of_gaudi, preflight
@@ -84,6 +86,8 @@ def diagnose(machine: Machine, config: EngineConfig, cache_folder: str) -> Diagn
     is_gaudi = device_name in ("hpu", "hpu-emulator") or has_sign_of_gaudi(machine)
     if is_gaudi or contradiction:
         device.append(_mode_finding(mode, contradiction, device_name))
+    if device_name in ("hpu", "hpu-emulator"):
+        device.append(_selftest(machine, config))
     device.append(_cache(cache_folder))
     return Diagnosis(
         config.device,
@@ -153,6 +157,27 @@ def _device_problems(machine: Machine, device_name: str, cards: Preflight) -> It
             "the kernel has no NVIDIA driver: /proc/driver/nvidia/version is not there",
             "--device cpu needs none",
         )
+
+
+def _selftest(machine: Machine, config: EngineConfig) -> Finding:
+    """The result of the last self-test of this card, if it is usable."""
+    for found in stored(config, machine):
+        part = "the quick part" if found.is_quick else "all checks"
+        what = f"self-test, {part}: {found.summary}"
+        wrong = [result for result in found.results if result.is_wrong]
+        if not wrong:
+            return Finding(OK, "self-test", what)
+        settings = [
+            shown(one.setting, one.values[0]) for result in wrong for one in result.fallbacks
+        ]
+        do = "`serve` sets by itself what avoids them, unless you have set it: "
+        return Finding(WARN, "self-test", what, do + " ".join(dict.fromkeys(settings)))
+    return Finding(
+        OK,
+        "self-test",
+        "no self-test of this card, driver, release and version: `gaudiserve selftest` runs it; "
+        "the first start on a card runs the quick part",
+    )
 
 
 def _host(machine: Machine) -> tuple[Finding, ...]:

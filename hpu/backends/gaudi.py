@@ -273,10 +273,13 @@ class GaudiBackend(Backend):
         is_qwen2 = model.config.architecture.startswith("Qwen2")
         exists = self._has_kernel("block_softmax_adjustment", card)
         sizes = self._execution.slice_sizes
-        kernels = module.GaudiKernels(
+        form = module.GaudiKernels if self._execution.fused_norm_rope else module.PlainNormKernels
+        exists &= self._execution.fused_block_softmax
+        kernels = form(
             fused_sdpa=self._execution.fused_sdpa,
             softmax_mode="fp32" if is_qwen2 else "fast",
             fused_adjustment=exists and not is_qwen2 and model.dtype != torch.float16,
+            fused_experts=self._execution.fused_experts,
             max_experts=max_experts(release_of(self.software)),
             slices=None if sizes is None else SliceSizes(*sizes),
             end_slice=self._end_recipe,
@@ -317,6 +320,8 @@ class GaudiBackend(Backend):
         card = self._generation()
         # The bridge's tests list the operators for quantized experts as unsupported in eager mode.
         if dtype != torch.bfloat16 or card is None or self._mode == EAGER:
+            return None
+        if not self._execution.fused_experts:
             return None
         if isinstance(experts, Mxfp4Experts):
             return self._mxfp4_method(experts)

@@ -78,6 +78,7 @@ def _emulated(config: EngineConfig, ranks: Ranks) -> Backend:
             strict=settings.is_strict,
             compile_delay_s=settings.compile_delay_s,
             late_copy_s=settings.late_copy_s,
+            faults=frozenset(settings.faults),
         ),
         variables,
     )

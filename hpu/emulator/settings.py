@@ -6,6 +6,7 @@ from pathlib import Path
 
 from config.errors import ConfigError, GaudiserveError
 from config.execution import EMULATED_RELEASE
+from hpu.emulator.faults import check_names
 from hpu.gaudi_devices import GENERATIONS
 
 
@@ -75,7 +76,11 @@ class EmulatorConfig:
     unsupported: frozenset[str] = frozenset()
     """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ones."""
 
+    faults: frozenset[str] = frozenset()
+    """Assumptions that this card breaks (hpu/emulator/faults.py)."""
+
     def __post_init__(self) -> None:
+        check_names(self.faults)
         if self.generation not in GENERATIONS:
             known = ", ".join(GENERATIONS)
             raise ConfigError(f"emulated device {self.generation!r} is not one of {known}")

@@ -45,6 +45,7 @@ from hpu.ops.kernels import (
     ScoreOptions,
     SliceSizes,
 )
+from hpu.ops.norm import rms_norm
 
 FP32_SOFTMAX = "fp32"
 MAX_EXPONENT = 80.0
@@ -56,8 +57,8 @@ class GaudiKernels:
     """`fused_sdpa`: prefills use FusedSDPA, and read cached context in slices of `slices`.
     `softmax_mode`: FusedSDPA's argument, fast or fp32; fp32 makes all scores float32.
     `fused_adjustment`: decodes use the kernel block_softmax_adjustment, which some cards and
-    releases lack. `max_experts`: limit of experts in a call of their kernel. `end_slice` is called
-    after each slice."""
+    releases lack. `fused_experts`: routed experts use the vendor's operator where it suits them, of
+    which a call takes at most `max_experts`. `end_slice` is called after each slice."""
 
     def __init__(
         self,
@@ -65,11 +66,13 @@ class GaudiKernels:
         fused_sdpa: bool,
         softmax_mode: str = "fast",
         fused_adjustment: bool = False,
+        fused_experts: bool = True,
         max_experts: int | None = None,
         slices: SliceSizes | None = None,
         end_slice: Callable[[], None] = lambda: None,
     ) -> None:
         self._fused_sdpa = fused_sdpa
+        self._fused_experts = fused_experts
         self._softmax_mode = softmax_mode
         self._fused_adjustment = fused_adjustment
         self._max_experts = max_experts
@@ -122,6 +125,8 @@ class GaudiKernels:
     def make_moe(
         self, weights: ExpertWeights, activation: str | ClampedSwiGLU
     ) -> VllmMixtureOfExpertsOp | None:
+        if not self._fused_experts:
+            return None
         if isinstance(activation, ClampedSwiGLU):
             # The kernel with biases supports only this activation, and exists only in later
             # releases.
@@ -131,6 +136,18 @@ class GaudiKernels:
         if weights.w13_bias is not None or activation not in MOE_ACTIVATIONS:
             return None
         return VllmMixtureOfExpertsOp(weights, self._max_experts)
+
+
+class PlainNormKernels(GaudiKernels):
+    """GaudiKernels with plain operations in place of the kernels of norms and rotary embedding."""
+
+    @staticmethod
+    def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(hidden, weight, eps)
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        low, high = heads.chunk(2, dim=-1)
+        return heads * cos + torch.cat((-high, low), dim=-1) * sin
 
 
 class GaudiAttention(nn.Module):

@@ -40,6 +40,7 @@ commands:
   presets [MODEL] print settings for a model on Gaudi cards, for --config
   calibrate MODEL measure a model for FP8 with Intel Neural Compressor, on Gaudi
   doctor          check whether this machine can run a server
+  selftest        check on a card what the server assumes of it
   quantize MODEL  write a checkpoint with quantized weights
   fetch-demo      download the demo model into the cache folder
   config          print the resolved configuration and the source of each value
@@ -120,9 +121,10 @@ def _serve(argv: list[str]) -> int:
     if ignored := ignored_variables(environment()):
         logger.warning("Variables without effect: %s", _with_reasons(ignored))
     from server.cli.presets import with_preset
+    from server.cli.selftest import with_selftest
     from server.cli.start import start
 
-    return start(with_preset(loaded, argv).engine, server)
+    return start(with_selftest(with_preset(loaded, argv), loaded).engine, server)
 
 
 def log_spellings(loaded: Loaded) -> None:
@@ -199,6 +201,7 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "plan": partial(_module, "plan"),
     "presets": partial(_module, "presets"),
     "doctor": partial(_module, "doctor"),
+    "selftest": partial(_module, "selftest"),
     "calibrate": partial(_module, "calibrate"),
     "quantize": partial(_module, "quantize"),
     "run-batch": partial(_module, "run_batch"),

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hpu.emulator.card.device import Device
-from hpu.emulator.card.tensor import HpuTensor
+from hpu.emulator.card.tensor import HpuTensor, map_leaves
 from hpu.emulator.ops.partitioner import left_out
 
 NAME = "hpu_backend"
@@ -105,13 +105,26 @@ def _region(device: Device, graph: GraphModule, *, is_dynamic: bool) -> Callable
     def run(args: list[Any]) -> Any:
         # torch checks the operators of a graph's first run; on a card it sees no operators.
         with _disable_current_modes(), device.region(key):
+            _check_stance(device)
             result = graph.forward(*args)
+            if device.has_fault("torch-compile"):
+                result = map_leaves(_negated, result)
         args.clear()
         return result
 
     # Attribute by which torch marks functions that take their arguments in a list and may empty it.
     vars(run)["_boxed_call"] = True
     return run
+
+
+def _negated(leaf: object) -> object:
+    return -leaf if isinstance(leaf, HpuTensor) and leaf.is_floating_point() else leaf
+
+
+def _check_stance(device: Device) -> None:
+    stance = torch._dynamo.eval_frame._stance
+    if device.has_fault("compiled-guards") and stance.skip_guard_eval_unsafe:
+        raise RuntimeError("hpu_backend: a graph cannot run without its guards")
 
 
 def _write_in_place(graph: GraphModule) -> None:

@@ -87,6 +87,8 @@ def _core(device: Device) -> ModuleType:
         if not device.is_lazy():
             return
         device.acquisition.touch()
+        if device.has_fault("graph-marks") and device.recording:
+            raise RuntimeError("mark_step is not supported during hpu graph capturing")
         device.close_segment()
         if sync:
             device.host_sync("mark_step")

@@ -86,7 +86,12 @@ class Api:
         """(free, limit) bytes."""
         self._device.acquisition.touch()
         memory = self._device.memory
-        return memory.limit - memory.in_use, memory.limit
+        free = memory.limit - memory.in_use
+        if self._device.has_fault("memory-stats"):
+            free = memory.limit
+        if self._device.has_fault("graph-memory"):
+            free += sum(graph.held_bytes for graph in self._device.graphs)
+        return free, memory.limit
 
     def memory_allocated(self, device: Any = None) -> int:
         return self._device.memory.in_use

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hpu.emulator import faults
 from hpu.emulator.card import registry, rules
 from hpu.emulator.card.acquisition import Acquisition
 from hpu.emulator.card.counters import Counters
@@ -40,8 +41,17 @@ LAZY_NEEDS_VENDOR_TORCH = "lazy mode needs the vendor's build of torch; set PT_H
 class Recording(Protocol):
     """A capture in progress."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Device memory that the graph keeps in use."""
+        ...
+
     def add(self, func: Any, args: Any, kwargs: Any, result: Any, used: list[Allocation]) -> None:
         """An op on CPU tensors, its result as device tensors, and its arguments' storages."""
+        ...
+
+    def spoil_outputs(self) -> None:
+        """Fill the outputs with garbage."""
         ...
 
 
@@ -107,7 +117,12 @@ class Device:
         self.acquisition = Acquisition(config, variables)
         self.recipes = Recipes(config, variables, self.counters, self.memory)
         self.segment = Segment(self.recipes)
-        self.queue = WorkQueue(self.counters.misuse, config.late_copy_s, config.late_copy_seed)
+        self.queue = WorkQueue(
+            self.counters.misuse,
+            config.late_copy_s,
+            config.late_copy_seed,
+            stages_uploads=not self.has_fault("uploads"),
+        )
         self.clock = WriteClock()
         self.launches = LaunchClock(config.launch_submit_s)
         self._default_stream = StreamState(self.clock, is_default=True)
@@ -133,6 +148,8 @@ class Device:
         self._base_versions: list[Allocation] = []
         """Base versions of the current segment."""
         self.uids = count()
+        self.graphs: weakref.WeakSet[Recording] = weakref.WeakSet()
+        """All graphs that exist."""
 
     @property
     def stream_state(self) -> StreamState:
@@ -259,13 +276,31 @@ class Device:
         op = op_facts(func)
         if op.is_collective:
             return self._collective(func, args, kwargs)
-        result = rules.run(func, args, kwargs, self._report_misuse)
+        if self.config.faults:
+            result = self._run_faulty(op.name, func, args, kwargs)
+        else:
+            result = rules.run(func, args, kwargs, self._report_misuse)
         if op.is_view or op.is_empty or self.variables.int64():
             return result
         for out in tensors_in(result):
             if out.dtype == torch.int64 and out.numel():
                 rules.wrap_to_int32(out, op.name, self._report_misuse)
         return result
+
+    def _run_faulty(
+        self,
+        name: str,
+        func: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        mode = "compiled" if self.in_region else "lazy" if self.is_lazy() else "eager"
+        run = functools.partial(rules.run, func, args, kwargs, self._report_misuse)
+        return faults.run(self.config.faults, name, mode, run, args)
+
+    def has_fault(self, name: str) -> bool:
+        """Whether this card breaks the assumption `name`."""
+        return name in self.config.faults
 
     def skips_launch(self, op: str) -> bool:
         """Whether the runtime does not execute a launch, because a capture has failed."""
@@ -284,7 +319,9 @@ class Device:
             self.counters.misuse("unmarked_collective", text, func._schema.name)
             for given in tensors_in((args, kwargs)):
                 fill_with_garbage(given)
-        result = func(*args, **kwargs)
+        result = faults.run(
+            self.config.faults, func._schema.name, "lazy", lambda: func(*args, **kwargs), args
+        )
         if func._schema.name in POINT_TO_POINT:
             # Their caller waits: gloo would wait for a second receive here, and the receive of a
             # send may come after what follows.
@@ -395,6 +432,8 @@ class Device:
 
     def _is_supported(self, func: Any, name: str, args: Any, kwargs: Any) -> bool:
         config = self.config
+        if config.faults and self.is_lazy() and faults.on_host(config.faults, name):
+            return False
         if name in config.unsupported or name in config.extra_supported:
             return name in config.extra_supported
         return registry.is_supported(func, args, kwargs)
@@ -436,6 +475,9 @@ class Device:
         is_late = target.data_ptr() not in self.pinned
         if self.stream_state.is_default:
             self.queue.copy(target, source.host, self.stream_state, is_late=is_late)
+        elif self.has_fault("host-copies"):
+            # The copy never arrives.
+            return target
         else:
             is_valid = self.stream_state.deferred_check(source, "aten::copy_", self.counters.misuse)
             # Not the device tensor itself: it would keep its memory allocated.

@@ -116,6 +116,23 @@ class HPUGraph:
         self._is_static = True
         self._is_dry = False
         """Whether nothing runs during capture, so that intermediates allocate no memory."""
+        self._first_inputs: dict[int, Tensor] = {}
+        """Copies of the inputs of the capture, by slot, for a card whose views are constants."""
+        device.graphs.add(self)
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory that the graph keeps in use: its own and that of its outputs."""
+        own = self._graph_memory.size if self._graph_memory else 0
+        outputs = {
+            storage_of(value): value.untyped_storage().nbytes() for _, value in self._results
+        }
+        return own + sum(outputs.values())
+
+    def spoil_outputs(self) -> None:
+        """Fill the outputs with garbage, as a card does whose graphs share the outputs' memory."""
+        for _, value in self._results:
+            fill_with_garbage(value)
 
     def capture_begin(self, dry_run: bool = False) -> None:
         """Start recording; a process captures one graph at a time."""
@@ -192,6 +209,8 @@ class HPUGraph:
                 slot = self._slot_of.get(id(given.host))
             if slot is not None and isinstance(given, HpuTensor):
                 self._used.discard(given.allocation)
+                if self._device.has_fault("graph-views"):
+                    self._first_inputs[slot] = given.host.clone()
             self._input_slots.append(slot)
         self._marked.clear()
 
@@ -234,7 +253,7 @@ class HPUGraph:
     def replay(self, asynchronous: bool = False) -> None:
         """Run on the current contents of the captured tensors."""
         self._count(())
-        if self._device.skips_launch("replay"):
+        if self._device.skips_launch("replay") or self._device.has_fault("graph-replay"):
             return
         if self._is_static:
             self._run_static()
@@ -257,11 +276,15 @@ class HPUGraph:
             if slot is not None and isinstance(given, HpuTensor)
         }
         self._count(given.allocation for given in bound.values())
-        if self._device.skips_launch("replayV3"):
+        if self._device.skips_launch("replayV3") or self._device.has_fault("graph-replay"):
             return
+        if self._device.has_fault("graph-inputs"):
+            bound.clear()
         self._run_detached({slot: given.host for slot, given in bound.items()})
 
     def clear_inputs(self) -> None:
+        if self._device.has_fault("graph-inputs"):
+            return
         for slot in self._input_slots:
             if slot is not None:
                 self._table[slot] = None
@@ -283,6 +306,10 @@ class HPUGraph:
         self._device.acquisition.touch()
         self._device.close_segment()
         self._device.counters.counts["replays"] += 1
+        if self._device.has_fault("graph-outputs"):
+            for graph in self._device.graphs:
+                if graph is not self:
+                    graph.spoil_outputs()
         for block in self._allocations:
             self._device.clock.mark_written(block)
         for used in (*self._used, *self._allocations, *inputs):
@@ -316,11 +343,25 @@ class HPUGraph:
         if step.constants is not None:
             return self._replay_constants(step, step.constants, table)
 
-        def fill(leaf: Any) -> Any:
-            return table[leaf.number] if isinstance(leaf, Slot) else leaf
+        def fill(leaf: object) -> object:
+            if not isinstance(leaf, Slot):
+                return leaf
+            if step.is_static and leaf.number in self._first_inputs:
+                return self._first_inputs[leaf.number]
+            return table[leaf.number]
 
         args, kwargs = map_leaves(fill, step.args), map_leaves(fill, step.kwargs)
+        name = step.func._schema.name
+        if name == "aten::index_copy_" and self._loses_writes:
+            args = (args[0].clone(), *args[1:])
+        if name == "c10d::allreduce_" and self._device.has_fault("captured-collectives"):
+            return tensors_in(args)
         return tensors_in(self._device.kernel(step.func, args, kwargs))
+
+    @property
+    def _loses_writes(self) -> bool:
+        """Whether a write in place is lost after the replay: a fault without the tensor cache."""
+        return not self._is_static and self._device.has_fault("graph-cache-writes")
 
     def _replay_constants(
         self, step: Step, constants: tuple[Tensor, ...], table: Sequence[Tensor | None]

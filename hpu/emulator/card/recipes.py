@@ -27,7 +27,7 @@ class Recipes:
         self._journal = counters
         self._memory = memory
         self._compiled: set[str] = set()
-        self._folder = variables.recipe_cache()
+        self._folder = None if "recipe-cache" in config.faults else variables.recipe_cache()
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             if variables.deletes_recipes():

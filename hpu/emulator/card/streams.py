@@ -127,6 +127,8 @@ class Card(Protocol):
 
     def count_event_wait(self) -> None: ...
 
+    def has_fault(self, name: str) -> bool: ...
+
 
 class CardEvent:
     """A point in a stream; `elapsed_time` is host time in milliseconds."""
@@ -170,6 +172,8 @@ class CardEvent:
     def elapsed_time(self, end: "CardEvent") -> float:
         if not (self._timed and end._timed):
             raise RuntimeError("elapsed_time needs events made with enable_timing=True")
+        if self._device.has_fault("events"):
+            return -1.0
         return (end._moment_s - self._moment_s) * 1e3
 
     def _complete(self) -> None:

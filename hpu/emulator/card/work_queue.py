@@ -41,7 +41,15 @@ class WorkQueue:
     `synchronize`, not by the call that caused it.
     """
 
-    def __init__(self, report: Report, late_copy_s: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        report: Report,
+        late_copy_s: float = 0.0,
+        seed: int = 0,
+        *,
+        stages_uploads: bool = True,
+    ) -> None:
+        self._staged_bytes = STAGED_BYTES if stages_uploads else 0
         self._report = report
         self._late_copy_s = late_copy_s
         self._changed_sources: deque[int] = deque()
@@ -68,7 +76,7 @@ class WorkQueue:
         """Emulate the late read of an asynchronous upload, whose contents are already in `target`:
         a later change of the source reaches `target` and is reported."""
         size = source.numel() * source.element_size()
-        if size < STAGED_BYTES or not self._late_copy_s:
+        if size < self._staged_bytes or not self._late_copy_s:
             return
         expected = source.clone()
 

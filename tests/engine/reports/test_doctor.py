@@ -9,8 +9,11 @@ from gaudi_machine import GaudiMachine
 
 from config.engine import EngineConfig
 from config.execution import ExecutionConfig
-from config.loading.env import chosen_device, environment, hpu_mode
+from config.loading.env import chosen_device, environment, hpu_mode, selftest_file
 from engine.reports.doctor import Diagnosis, as_json, as_text, diagnose, this_machine
+from engine.selftest.results import CheckResult, SelfTest, result_of, write
+from engine.selftest.start import identity_of
+from hpu.selftest.base import FAILS, HOLDS, all_checks
 
 
 @pytest.fixture
@@ -80,6 +83,27 @@ def test_modes_that_contradict_each_other_cannot_serve(gaudi: GaudiMachine) -> N
 
     assert not found.can_serve
     assert "execution-mode is 'hpu-graphs' and PT_HPU_LAZY_MODE is '0'" in as_text(found)
+
+
+def test_a_self_test_and_what_it_found_are_reported(gaudi: GaudiMachine, tmp_path: Path) -> None:
+    config = EngineConfig("m", device="hpu", cache_dir=str(tmp_path / "cache"))
+    machine = gaudi.seen()
+    checks = all_checks()
+
+    def told(*results: CheckResult) -> str:
+        if results:
+            found = SelfTest(identity_of(config, machine), True, results)
+            write(selftest_file(config), found)
+        return as_text(diagnose(machine, config, str(tmp_path)))
+
+    holds = result_of(checks["uploads"], HOLDS, "")
+    fails = result_of(checks["fused-sdpa"], FAILS, "3, expected 4")
+
+    assert "ok    no self-test of this card" in told()
+    assert "ok    self-test, the quick part: 1 hold, 0 unknown" in told(holds)
+    text = told(holds, fails)
+    assert "warn  self-test, the quick part: 1 hold, 1 fails (fused-sdpa), 0 unknown" in text
+    assert "unless you have set it: --no-prompt-use-fusedsdpa" in text
 
 
 def test_a_gpu_without_a_driver_cannot_serve(plain: GaudiMachine) -> None:

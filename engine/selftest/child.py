@@ -1,0 +1,25 @@
+"""Main of a process that runs checks on a card and reports each outcome in a line of JSON."""
+
+import os
+
+import msgspec
+
+from config.loading.env import environment
+from config.log import setup as setup_log
+from engine.process.child_process import bound_exit, exit_with_parent, read_orders
+from hpu.selftest.base import Orders
+from hpu.selftest.harness import run
+
+
+def main() -> None:
+    """Entry point of the process."""
+    orders = read_orders(Orders)
+    # What libraries print goes to stderr.
+    reports = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    exit_with_parent()
+    setup_log("selftest")
+    for report in run(orders, dict(environment())):
+        reports.write(msgspec.json.encode(report) + b"\n")
+    # The interpreter's exit releases the card, but may wait for threads of the runtime.
+    bound_exit(0)

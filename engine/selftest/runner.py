@@ -1,0 +1,256 @@
+"""Runs checks in child processes, one child for as long as its checks hold.
+
+A check that fails, hangs or crashes ends its child: what it left must not affect other checks.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import IO, NamedTuple
+
+import msgspec
+
+from engine.process.child_process import describe_exit, python_command, write_orders
+from engine.selftest.results import CheckResult, result_of
+from hpu.selftest.base import (
+    FAILS,
+    HANGS,
+    HOLDS,
+    LAZY,
+    UNKNOWN,
+    Began,
+    Check,
+    Ended,
+    Orders,
+    Report,
+)
+
+OPEN_LIMIT_S = 120.0
+"""Maximum time to load the runtime and acquire the card."""
+RELEASE_LIMIT_S = 30.0
+"""Time within which a card is free after its process has ended."""
+RETRY_S = 2.0
+CLOSE_S = 5.0
+TAIL_BYTES = 2000
+"""Bytes of a crashed child's stderr that are read."""
+BUSY = ("acquire", "busy")
+"""Words of the runtime for a card that another process has."""
+
+OnResult = Callable[[CheckResult], None]
+
+
+class Place(NamedTuple):
+    """Where checks run."""
+
+    orders: Orders
+    """Orders of a child, without checks, rank and folder."""
+    environment: Callable[[bool, str], Mapping[str, str]]
+    """Variables of a child: in lazy mode or not, with a folder for recipes."""
+    num_cards: int
+    start: str = "engine.selftest.child"
+    """Module of the child."""
+
+
+class Stopped(NamedTuple):
+    """Why the children of some checks ended: while `name` ran, or before the first check."""
+
+    name: str
+    status: str
+    detail: str
+
+
+class _Child:
+    """A process that runs checks in order."""
+
+    def __init__(
+        self, module: str, orders: Orders, environment: Mapping[str, str], stderr: IO[bytes]
+    ) -> None:
+        self._process = subprocess.Popen(
+            python_command(module, f"selftest {orders.rank}"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=dict(environment),
+            # A group of its own: nothing that it starts outlives it.
+            start_new_session=True,
+        )
+        assert self._process.stdin and self._process.stdout
+        write_orders(self._process.stdin.fileno(), orders)
+        self.output = self._process.stdout
+        self._text = b""
+
+    def read(self) -> list[Report]:
+        """The reports that have arrived. Raises EOFError at the end of the output."""
+        data = os.read(self.output.fileno(), 1 << 16)
+        if not data:
+            raise EOFError
+        *lines, self._text = (self._text + data).split(b"\n")
+        return [msgspec.json.decode(line, type=Report) for line in lines]
+
+    def describe_end(self) -> str:
+        """How the process ended, which has closed its output."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return describe_exit(self._process.wait(CLOSE_S))
+        return "closed its output"
+
+    def close(self, wait_s: float) -> None:
+        """Wait for the end of the process, then kill it and what it has started."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self.output):
+            assert stream
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+class Runner:
+    """Runs checks at a place, for at most `budget_s`; calls `on_result` after each check."""
+
+    def __init__(self, place: Place, budget_s: float, on_result: OnResult) -> None:
+        self._place = place
+        self._end = time.monotonic() + budget_s
+        self._budget_s = budget_s
+        self._on_result = on_result
+        self.results: dict[str, CheckResult] = {}
+
+    def run(self, checks: Iterable[Check]) -> Sequence[CheckResult]:
+        """Results in the order of `checks`, in which a check comes after those that it needs."""
+        ordered = list(checks)
+        # Checks of one mode and number of ranks share a child.
+        kinds = sorted(ordered, key=lambda check: (check.num_ranks, check.mode != LAZY))
+        for _, group in groupby(kinds, key=lambda check: (check.num_ranks, check.mode)):
+            self._run_group(list(group))
+        return [self.results[check.name] for check in ordered]
+
+    def _run_group(self, pending: list[Check]) -> None:
+        while pending := self._left(pending):
+            with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stderr:
+                stopped = self._run_children(pending, folder, stderr)
+            by_name = {check.name: check for check in pending}
+            for name in [stopped.name] if stopped.name else list(by_name):
+                if name not in self.results:
+                    self._add(result_of(by_name[name], stopped.status, stopped.detail))
+
+    def _left(self, pending: list[Check]) -> list[Check]:
+        """Checks without a result; those that cannot run get one."""
+        for check in pending:
+            if check.name in self.results:
+                continue
+            missing = [
+                name
+                for name in check.needs
+                if name in self.results and self.results[name].status != HOLDS
+            ]
+            reason = ""
+            if missing:
+                reason = f"it needs {', '.join(missing)}"
+            elif check.num_ranks > self._place.num_cards:
+                reason = f"it needs {check.num_ranks} cards, {self._place.num_cards} are here"
+            elif time.monotonic() >= self._end:
+                reason = f"no time was left of {self._budget_s:g} s"
+            if reason:
+                self._add(result_of(check, UNKNOWN, reason))
+        return [check for check in pending if check.name not in self.results]
+
+    def _run_children(self, pending: list[Check], folder: str, stderr: IO[bytes]) -> Stopped:
+        """Run checks until one does not hold. A card that is still busy is tried again."""
+        deadline = time.monotonic() + RELEASE_LIMIT_S
+        while True:
+            children = self._start(pending, folder, stderr)
+            try:
+                stopped = self._collect(children, pending, stderr)
+            finally:
+                ends_itself = all(check.name in self.results for check in pending)
+                for child in children:
+                    child.close(CLOSE_S if ends_itself else 0)
+            is_busy = any(word in stopped.detail.lower() for word in BUSY) and not stopped.name
+            if not is_busy or not self.results or time.monotonic() > deadline:
+                return stopped
+            time.sleep(RETRY_S)
+
+    def _start(self, pending: list[Check], folder: str, stderr: IO[bytes]) -> list[_Child]:
+        environment = self._place.environment(pending[0].mode == LAZY, folder)
+        names = tuple(check.name for check in pending)
+        count = pending[0].num_ranks
+        return [
+            _Child(
+                self._place.start,
+                msgspec.structs.replace(
+                    self._place.orders, names=names, rank=rank, num_ranks=count, folder=folder
+                ),
+                environment,
+                stderr,
+            )
+            for rank in range(count)
+        ]
+
+    def _collect(self, children: list[_Child], pending: list[Check], stderr: IO[bytes]) -> Stopped:
+        """Read reports until a check does not hold or all checks have ended."""
+        by_name = {check.name: check for check in pending}
+        ended: dict[str, list[Ended]] = {}
+        current, deadline = "", time.monotonic() + OPEN_LIMIT_S
+        with selectors.DefaultSelector() as selector:
+            for child in children:
+                selector.register(child.output, selectors.EVENT_READ, child)
+            while any(name not in self.results for name in by_name):
+                limit = min(deadline, self._end)
+                ready = selector.select(max(0.0, limit - time.monotonic()))
+                if not ready and time.monotonic() >= limit:
+                    return _overdue(by_name.get(current), time.monotonic() >= self._end)
+                for key, _ in ready:
+                    try:
+                        reports = key.data.read()
+                    except EOFError:
+                        return _crashed(current, key.data.describe_end(), stderr)
+                    for report in reports:
+                        if isinstance(report, Began):
+                            current = report.name
+                            allowed = by_name[current].limit_s if current else OPEN_LIMIT_S
+                            deadline = time.monotonic() + allowed
+                        elif not report.name:
+                            return Stopped("", UNKNOWN, report.detail)
+                        else:
+                            found = ended.setdefault(report.name, [])
+                            found.append(report)
+                            if len(found) == len(children) and self._is_over(by_name, found):
+                                return Stopped(report.name, FAILS, "")
+        return Stopped(current, HOLDS, "")
+
+    def _is_over(self, by_name: Mapping[str, Check], ended: list[Ended]) -> bool:
+        """Record what all ranks say of a check; returns whether their processes must end."""
+        order = (HOLDS, UNKNOWN, FAILS)
+        worst = max(ended, key=lambda report: order.index(report.status))
+        result = result_of(by_name[worst.name], worst.status, worst.detail, worst.seconds)
+        left = max(report.left_allocations for report in ended)
+        self._add(msgspec.structs.replace(result, left_allocations=left))
+        return worst.status == FAILS
+
+    def _add(self, result: CheckResult) -> None:
+        self.results[result.name] = result
+        self._on_result(result)
+
+
+def _overdue(check: Check | None, is_end: bool) -> Stopped:
+    name = check.name if check else ""
+    if is_end:
+        return Stopped(name, UNKNOWN, "no time was left")
+    if not check:
+        return Stopped(name, UNKNOWN, f"the card was not opened within {OPEN_LIMIT_S:g} s")
+    return Stopped(check.name, HANGS, f"no answer within {check.limit_s:g} s")
+
+
+def _crashed(name: str, ending: str, stderr: IO[bytes]) -> Stopped:
+    """A child that ended before its checks did, with the end of what it wrote."""
+    stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - TAIL_BYTES))
+    lines = stderr.read().decode("utf-8", "replace").strip().splitlines()
+    last = f": {lines[-1]}" if lines else ""
+    return Stopped(name, FAILS if name else UNKNOWN, f"its process {ending}{last}")

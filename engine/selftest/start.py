@@ -1,0 +1,231 @@
+"""The self-test of a server's card: run now, stored earlier, or run at the first start; and the
+settings that it selects."""
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.loading import env
+from config.loading.flags import FLAGS
+from config.loading.sources import DEFAULT, Loaded
+from config.model.model_config import ModelConfig
+from config.version import VERSION
+from engine.selftest.fallbacks import Choice, InUse, line, select
+from engine.selftest.results import Identity, SelfTest, Setting, read, write
+from engine.selftest.runner import OnResult, Place, Runner
+from hpu.doctor.cards import find_cards
+from hpu.doctor.machine import Machine
+from hpu.doctor.preflight import check_start, preflight
+from hpu.doctor.software import RUNTIME_DISTRIBUTION, driver_version
+from hpu.emulator.settings import EmulatorConfig
+from hpu.selftest.base import ModelShape, Orders, all_checks
+
+logger = logging.getLogger(__name__)
+
+EMULATED = "emulated"
+BUDGET_S, QUICK_BUDGET_S = 540.0, 55.0
+"""Maximum time of all checks on a card, and of the quick part."""
+RELEASE_S = 5.0
+"""Time in which the driver releases the card after the last child; a worker does not wait for it.
+"""
+UNSET = "unset"
+"""Value of a variable that the user has not set: none that a fallback has."""
+MODE = "execution-mode"
+REPORTED_PACKAGES = ("torch", "habana-torch-plugin", "transformers", "numpy")
+REPORTED_VARIABLES = re.compile(
+    r"^(PT_|HABANA_VISIBLE|HLS_MODULE_ID|RUNTIME_SCALE|FUSER_|ENABLE_EXPERIMENTAL|LOG_LEVEL)"
+)
+SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|AUTH", re.IGNORECASE)
+MIN_SECRET = 6
+"""Shortest value of a secret variable that is removed from a report: a shorter word may be part of
+any text."""
+
+
+class FailureReport(NamedTuple):
+    """What a user may attach to an issue: the result, and the software that it was found with."""
+
+    selftest: SelfTest
+    python: str
+    packages: Mapping[str, str]
+    variables: Mapping[str, str]
+    """Variables of the vendor's runtime."""
+
+
+def is_gaudi(config: EngineConfig) -> bool:
+    """Whether the server runs on a Gaudi card or its emulator."""
+    return env.chosen_device(config.device) in ("hpu", "hpu-emulator")
+
+
+def check_place(config: EngineConfig, machine: Machine) -> None:
+    """Raise ConfigError where no self-test can run."""
+    if not is_gaudi(config):
+        raise ConfigError(
+            "the self-test needs a Gaudi card and the vendor's runtime, which is not installed "
+            "here: --device hpu-emulator runs it on an emulated card"
+        )
+    if env.chosen_device(config.device) == "hpu":
+        check_start(machine)
+
+
+def identity_of(config: EngineConfig, machine: Machine) -> Identity:
+    """What a self-test on the card of `config` is valid for."""
+    if env.chosen_device(config.device) == "hpu-emulator":
+        driver = " ".join((EMULATED, *sorted(config.emulator.faults)))
+        return Identity(config.emulator.card, driver, EmulatorConfig().release, VERSION)
+    cards = find_cards(machine).cards
+    names = sorted({card.generation or card.name or "unknown" for card in cards})
+    release = machine.version(RUNTIME_DISTRIBUTION) or ""
+    return Identity(" ".join(names), driver_version(machine) or "", release, VERSION)
+
+
+def shape_of(facts: ModelConfig) -> ModelShape:
+    """The sizes of a model."""
+    sizes = ModelShape(facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.hidden_size)
+    if facts.moe:
+        sizes = msgspec.structs.replace(
+            sizes, num_experts=facts.moe.num_experts, experts_per_token=facts.moe.top_k
+        )
+    return sizes
+
+
+def place_of(
+    config: EngineConfig,
+    machine: Machine,
+    models: Sequence[ModelConfig] = (),
+) -> Place:
+    """Where the checks for a server with `config` run, with the sizes of the first of `models`."""
+    shape = shape_of(models[0]) if models else ModelShape()
+    device = env.chosen_device(config.device)
+    is_emulated = device == "hpu-emulator"
+    software = EmulatorConfig().release if is_emulated else machine.version(RUNTIME_DISTRIBUTION)
+    cards = EmulatorConfig().num_devices if is_emulated else len(find_cards(machine).cards)
+    return Place(
+        Orders(device, software or "", config.emulator, shape),
+        partial(_environment, config),
+        cards,
+    )
+
+
+def _environment(config: EngineConfig, is_lazy: bool, folder: str) -> dict[str, str]:
+    tested = {
+        fallback.setting
+        for check in all_checks().values()
+        for fallback in check.fallbacks
+        if Setting(*fallback).is_variable
+    }
+    return env.selftest_environment(config, f"{folder}/recipes", tested, is_lazy=is_lazy)
+
+
+def run_selftest(
+    config: EngineConfig, machine: Machine, place: Place, *, is_quick: bool, on_result: OnResult
+) -> SelfTest:
+    """Run the checks at `place` and store the result for the card of `config`."""
+    checks = [check for check in all_checks().values() if check.is_quick or not is_quick]
+    runner = Runner(place, QUICK_BUDGET_S if is_quick else BUDGET_S, on_result)
+    found = SelfTest(identity_of(config, machine), is_quick, tuple(runner.run(checks)))
+    write(env.selftest_file(config), found)
+    return found
+
+
+def stored(config: EngineConfig, machine: Machine) -> Sequence[SelfTest]:
+    """The usable result of an earlier self-test; empty if there is none."""
+    return read(env.selftest_file(config), identity_of(config, machine), all_checks())
+
+
+def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
+    """The result that a server starts with: a stored result, else that of the quick part, which
+    runs now. Empty where there is no card, or none that can be opened."""
+    config = loaded.engine
+    when = config.execution.selftest
+    if not is_gaudi(config) or when == "off":
+        return ()
+    if found := stored(config, machine):
+        return found
+    is_card = env.chosen_device(config.device) == "hpu"
+    if when == "auto" and not is_card:
+        return ()
+    if is_card and preflight(machine).errors:
+        # The start itself has better errors.
+        return ()
+    logger.info(
+        "First start on this card: the quick part of `gaudiserve selftest` runs, at most %.0f s; "
+        "--selftest off leaves it out",
+        QUICK_BUDGET_S,
+    )
+    place = place_of(config, machine)
+    try:
+        fresh = run_selftest(config, machine, place, is_quick=True, on_result=lambda result: None)
+    except OSError as error:
+        logger.warning("The self-test cannot run: %s", error)
+        return ()
+    logger.info("Self-test: %s", fresh.summary)
+    if is_card:
+        time.sleep(RELEASE_S)
+    return (fresh,)
+
+
+def choices_for(loaded: Loaded, given: Loaded, found: SelfTest) -> list[Choice]:
+    """The settings that failed checks of `found` need. `given`: the settings of the user, to which
+    `loaded` may have added a preset."""
+    num_ranks = loaded.engine.parallel.world_size
+    checks = all_checks()
+    # A check of several cards does not concern a model on fewer cards.
+    results = [one for one in found.results if checks[one.name].num_ranks <= num_ranks]
+    named = {one.setting for result in results for one in result.fallbacks}
+    return select(results, dict(_in_use(loaded, given, named)))
+
+
+def log_choices(choices: Sequence[Choice]) -> None:
+    """Log a line for each choice."""
+    for choice in choices:
+        logger.warning("%s", line(choice))
+
+
+def _in_use(loaded: Loaded, given: Loaded, named: set[str]) -> Iterator[tuple[str, InUse]]:
+    flags = {flag.key: flag for flag in FLAGS}
+    variables = env.environment()
+    for name in named:
+        if Setting(name, ()).is_variable:
+            yield name, InUse(variables.get(name, UNSET), name in variables)
+        elif name in flags:
+            is_users = given.sources[name][1] != DEFAULT
+            shown = flags[name].shown(loaded.sources[name][0])
+            if name == MODE:
+                # Two more settings decide the mode.
+                shown = _mode(loaded)
+                is_users |= "PT_HPU_LAZY_MODE" in variables
+                is_users |= given.sources["enforce-eager"][1] != DEFAULT
+            yield name, InUse(shown, is_users)
+
+
+def _mode(loaded: Loaded) -> str:
+    try:
+        return env.hpu_mode(loaded.engine).mode
+    except ConfigError:
+        # The start reports the contradiction.
+        return loaded.engine.execution.mode
+
+
+def failure_report(found: SelfTest, machine: Machine) -> bytes:
+    """The report as JSON, without secrets and without the name of the user's folder."""
+    packages = {name: machine.version(name) or "" for name in REPORTED_PACKAGES}
+    variables = {
+        name: word for name, word in machine.environment.items() if REPORTED_VARIABLES.match(name)
+    }
+    report = FailureReport(found, sys.version.split()[0], packages, variables)
+    text = msgspec.json.format(msgspec.json.encode(report._asdict()), indent=1).decode()
+    for name, word in machine.environment.items():
+        if SECRET_NAMES.search(name) and len(word) >= MIN_SECRET:
+            text = text.replace(word, "***")
+    home = machine.environment.get("HOME", "")
+    if len(home) > 1:
+        text = text.replace(home, "~")
+    return text.encode() + b"\n"

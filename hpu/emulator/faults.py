@@ -1,0 +1,186 @@
+"""Faults of an emulated card. Each breaks the assumption that the self-test's check of the same
+name is about (hpu/selftest/checks); the emulator is otherwise unchanged.
+
+The name of a fault of operators may be followed by `:crash` or `:hang`: the operators then end the
+process, or never return.
+"""
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CRASH, HANG = "crash", "hang"
+
+Value = Any
+"""An argument or a result of an operator."""
+
+Run = Callable[[], Value]
+Effect = Callable[[Run, tuple[Value, ...]], Value]
+"""Result of an operator: called with the function that runs it, and its arguments."""
+
+
+class OperatorFault(NamedTuple):
+    """A wrong result of some operators."""
+
+    operators: tuple[str, ...]
+    effect: Effect
+    modes: tuple[str, ...] = ("lazy", "eager", "compiled")
+    """Where the operators are wrong."""
+
+
+class RuntimeFault(NamedTuple):
+    """A fault of the runtime: its place in the emulator asks for it by name."""
+
+    operators: tuple[str, ...] = ()
+
+
+def _scaled(run: Run, args: tuple[Value, ...]) -> Value:
+    result = run()
+    if isinstance(result, tuple):
+        return (result[0] * -0.5, *result[1:])
+    return result * -0.5
+
+
+def _last_row_lost(run: Run, args: tuple[Value, ...]) -> Value:
+    result = run()
+    return result.index_fill_(args[1], args[2][-1:].long(), 0)
+
+
+def _not_written(run: Run, args: tuple[Value, ...]) -> Value:
+    return args[0]
+
+
+def _rounded(run: Run, args: tuple[Value, ...]) -> Value:
+    result = run()
+    return result.bfloat16().to(result.dtype) if result.is_floating_point() else result
+
+
+def _unchanged(run: Run, args: tuple[Value, ...]) -> Value:
+    return args[0].clone()
+
+
+def _through_float32(run: Run, args: tuple[Value, ...]) -> Value:
+    result = run()
+    is_wide = result.dtype.itemsize == 8 and not result.is_floating_point()
+    return result.float().to(result.dtype) if is_wide else result
+
+
+def _small_range(run: Run, args: tuple[Value, ...]) -> Value:
+    codes, largest = run()
+    return codes.float().clamp(-64, 64).to(codes.dtype), largest
+
+
+def _sdpa(applies: "Callable[[Tensor | None, bool, bool, str], bool]") -> Effect:
+    """A wrong result of the calls of fused attention to which the fault applies: by mask, whether
+    it is causal, whether it returns statistics, and the mode of its softmax."""
+
+    def effect(run: Run, args: tuple[Value, ...]) -> Value:
+        out, highest, inverse, seed = run()
+        mask, is_causal, has_statistics, softmax_mode = args[3], args[6], args[7], args[8]
+        if not applies(mask, is_causal, has_statistics, softmax_mode):
+            return out, highest, inverse, seed
+        return out * -0.5, highest, inverse * 2, seed
+
+    return effect
+
+
+def _rows(mask: "Tensor | None") -> int:
+    return 0 if mask is None else mask.shape[-2]
+
+
+SDPA = ("hpu::sdpa_recomp_fwd",)
+
+FAULTS: Mapping[str, OperatorFault | RuntimeFault] = {
+    "cache-writes": OperatorFault(("aten::index_copy_",), _last_row_lost, ("lazy",)),
+    "exact-comparisons": OperatorFault(("aten::amax", "aten::amin"), _rounded, ("lazy",)),
+    "non-finite": OperatorFault(("aten::nan_to_num",), _unchanged, ("lazy",)),
+    "int64": OperatorFault(("aten::add", "aten::sub"), _through_float32, ("lazy",)),
+    "fused-sdpa": OperatorFault(
+        SDPA, _sdpa(lambda mask, causal, statistics, mode: causal and mode != "fp32")
+    ),
+    "fused-sdpa-float32": OperatorFault(
+        SDPA, _sdpa(lambda mask, causal, statistics, mode: mode == "fp32")
+    ),
+    "fused-sdpa-mask": OperatorFault(
+        SDPA, _sdpa(lambda mask, causal, statistics, mode: _rows(mask) > 0 and not statistics)
+    ),
+    "fused-sdpa-statistics": OperatorFault(
+        SDPA, _sdpa(lambda mask, causal, statistics, mode: _rows(mask) > 1 and statistics)
+    ),
+    "fused-sdpa-slices": OperatorFault(
+        SDPA, _sdpa(lambda mask, causal, statistics, mode: _rows(mask) == 1 and statistics)
+    ),
+    "block-softmax": OperatorFault(("hpu::block_softmax_adjustment",), _scaled),
+    "rms-norm": OperatorFault(("hpu::rms_norm", "hpu::rms_norm_fast"), _scaled),
+    "rotary": OperatorFault(("hpu::rotary_pos_embedding",), _scaled),
+    "experts": OperatorFault(("hpu::mixture_of_experts",), _scaled),
+    "fp8-casts": OperatorFault(("hpu::cast_to_fp8_v2",), _small_range),
+    "compiled-cache-writes": OperatorFault(("aten::index_copy_",), _not_written, ("compiled",)),
+    "collectives": OperatorFault(
+        ("c10d::allreduce_",), lambda run, args: [run(), [one.mul_(2) for one in args[0]]][0]
+    ),
+    # Operators that run on the host in lazy mode.
+    "index-reduce": RuntimeFault(("aten::index_reduce",)),
+    "sampler-operators": RuntimeFault(("aten::sort",)),
+    "captured-collectives": RuntimeFault(),
+    "compiled-guards": RuntimeFault(),
+    "events": RuntimeFault(),
+    "graph-cache-writes": RuntimeFault(),
+    "graph-inputs": RuntimeFault(),
+    "graph-marks": RuntimeFault(),
+    "graph-memory": RuntimeFault(),
+    "graph-outputs": RuntimeFault(),
+    "graph-replay": RuntimeFault(),
+    "graph-views": RuntimeFault(),
+    "host-copies": RuntimeFault(),
+    "memory-stats": RuntimeFault(),
+    "metrics": RuntimeFault(),
+    "recipe-cache": RuntimeFault(),
+    "torch-compile": RuntimeFault(),
+    "uploads": RuntimeFault(),
+}
+
+
+def check_names(faults: Collection[str]) -> None:
+    """Raise ConfigError for a fault that does not exist."""
+    for fault in faults:
+        name, _, ending = fault.partition(":")
+        endings = ("", CRASH, HANG) if isinstance(FAULTS.get(name), OperatorFault) else ("",)
+        if name not in FAULTS or ending not in endings:
+            raise ConfigError(f"emulated fault {fault!r} is not one of {', '.join(sorted(FAULTS))}")
+
+
+def run(faults: Collection[str], name: str, mode: str, run: Run, args: tuple[Value, ...]) -> Value:
+    """Run the operator `name` in `mode` on a card with `faults`."""
+    for fault in faults:
+        own, _, ending = fault.partition(":")
+        found = FAULTS[own]
+        if not isinstance(found, OperatorFault):
+            continue
+        if name in found.operators and mode in found.modes:
+            misbehave(ending)
+            return found.effect(run, args)
+    return run()
+
+
+def misbehave(ending: str) -> None:
+    """End the process or never return, if the fault says so."""
+    if ending == CRASH:
+        os.abort()
+    while ending == HANG:
+        time.sleep(1)
+
+
+def on_host(faults: Collection[str], name: str) -> bool:
+    """Whether the operator `name` falls back to the host in lazy mode because of a fault."""
+    return any(
+        isinstance(found := FAULTS[fault.partition(":")[0]], RuntimeFault)
+        and name in found.operators
+        for fault in faults
+    )

@@ -1,0 +1,229 @@
+"""Check: an assumption about a card as a small program, and the settings that avoid it; how a
+process is told which checks to run; and all checks, found by their files."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from graphlib import TopologicalSorter
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from config.execution import EmulatorSettings
+from hpu.gaudi_devices import GENERATIONS, Generation, has_kernel, release_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROOT = "habana_frameworks.torch"
+CHECKS_FOLDER = Path(__file__).parent / "checks"
+HOLDS, FAILS, HANGS, UNKNOWN = "holds", "fails", "hangs", "unknown"
+"""Outcomes of a check."""
+LAZY, COMPILE = "lazy", "compile"
+"""Modes of the runtime in which a check runs: PT_HPU_LAZY_MODE 1 and 0."""
+
+
+class NotApplicable(Exception):
+    """The assumption does not concern this card, release or build of torch."""
+
+
+class Fallback(NamedTuple):
+    """Values of a setting that avoid a wrong assumption, best first."""
+
+    setting: str
+    """A flag without dashes, or a variable of the vendor's runtime."""
+    values: tuple[str, ...]
+    """Values as the help shows them; `on` and `off` for a switch."""
+
+
+class Comparison(NamedTuple):
+    """A value that the card computed, and the value computed on the CPU: tensors, or numbers."""
+
+    what: str
+    found: object
+    expected: object
+    tolerance: float = 1e-3
+    """Largest difference relative to the expected value, or to 1 where that is smaller. Integers
+    must be equal."""
+
+
+Program = Callable[["Card"], Iterable[Comparison]]
+"""Yields comparisons, each evaluated before the program continues. Raises NotApplicable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """An assumption about a card, and what to set if it is wrong."""
+
+    name: str
+    assumption: str
+    source: str
+    """Where the assumption comes from."""
+    program: Program
+    fallbacks: tuple[Fallback, ...]
+    mode: str = LAZY
+    needs: tuple[str, ...] = ()
+    """Checks that must hold before this check says anything."""
+    is_quick: bool = False
+    """Whether the quick part includes the check."""
+    limit_s: float = 30.0
+    num_ranks: int = 1
+
+
+class ModelShape(msgspec.Struct, frozen=True):
+    """Sizes of a model, with which the fused kernels are checked."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    hidden_size: int = 64
+    num_experts: int = 4
+    experts_per_token: int = 2
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """What a process of the self-test runs, and on which card."""
+
+    device: str
+    software: str = ""
+    """Version of the vendor's runtime; of an emulated card, the emulator's."""
+    emulator: EmulatorSettings = EmulatorSettings()
+    shape: ModelShape = ModelShape()
+    names: tuple[str, ...] = ()
+    """Checks to run, in this order."""
+    rank: int = 0
+    num_ranks: int = 1
+    folder: str = ""
+    """Temporary folder: for compiled recipes, and in which ranks meet."""
+
+
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """The process begins a check; `name` is empty before the first check, while the card is
+    opened."""
+
+    name: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The process has ended a check. `name` is empty if the card could not be opened."""
+
+    name: str
+    status: str
+    detail: str
+    seconds: float = 0.0
+    left_allocations: int = 0
+    """Allocations of the card's memory that the check left in use."""
+
+
+Report = Began | Ended
+
+
+@cache
+def all_checks() -> Mapping[str, Check]:
+    """Every check by its name, each after the checks that it needs. A file of the folder of checks
+    adds those in its CHECKS."""
+    found: dict[str, Check] = {}
+    for module in iter_modules([str(CHECKS_FOLDER)], f"{__package__}.checks."):
+        for check in import_module(module.name).CHECKS:
+            if check.name in found:
+                raise ValueError(f"two checks are named {check.name}")
+            found[check.name] = check
+    needs = {name: check.needs for name, check in found.items()}
+    return {name: found[name] for name in TopologicalSorter(needs).static_order()}
+
+
+class Card:
+    """The vendor's interface in this process, and torch. Creating it loads the runtime, which
+    acquires the card at the first operation."""
+
+    def __init__(
+        self,
+        software: str,
+        rank: int = 0,
+        recipe_folder: str = "",
+        shape: ModelShape = ModelShape(),  # noqa: B008  # frozen
+    ) -> None:
+        self.torch: ModuleType = import_module("torch")
+        self.module(ROOT)
+        core = self.module(f"{ROOT}.core")
+        self.hpu = self.module(f"{ROOT}.hpu")
+        self.metrics = self.module(f"{ROOT}.hpu.metrics")
+        self.rank = rank
+        self.shape = shape
+        self.recipe_folder = recipe_folder
+        self._release = release_of(software)
+        self.mark: Callable[[], None] = core.mark_step
+        """Ends the recipe and launches it; without effect outside of lazy mode."""
+
+    def module(self, name: str) -> ModuleType:
+        """A module of the vendor."""
+        return import_module(name)
+
+    def kernels(self) -> ModuleType:
+        """The vendor's fused kernels."""
+        return self.module(f"{ROOT}.hpex.kernels")
+
+    @property
+    def generation(self) -> Generation:
+        """The generation of the card. Raises NotApplicable for an unknown generation."""
+        return GENERATIONS[self._generation_name()]
+
+    def _generation_name(self) -> str:
+        experimental = self.module(f"{ROOT}.utils.experimental")
+        kinds, found = experimental.synDeviceType, experimental._get_device_type()
+        names = {kinds.synDeviceGaudi2: "gaudi2", kinds.synDeviceGaudi3: "gaudi3"}
+        if found not in names:
+            raise NotApplicable(f"the generation of the card is unknown: {found}")
+        return names[found]
+
+    def need_kernel(self, kernel: str) -> None:
+        """Raise NotApplicable where the release has no such kernel on this card."""
+        name = self._generation_name()
+        if not has_kernel(kernel, name, self._release):
+            raise NotApplicable(f"{kernel} is not known on {name} with this release")
+
+    def values(self, *shape: int, seed: int = 0) -> "Tensor":
+        """Multiples of 1/8 between -2 and 2 on the CPU, float32: exact in every float dtype, and
+        exactly summed in float32."""
+        generator = self.torch.Generator().manual_seed(seed)
+        found: Tensor = self.torch.randint(-16, 17, shape, generator=generator) / 8
+        return found
+
+    def put(self, tensor: "Tensor") -> "Tensor":
+        """A copy on the card."""
+        return tensor.to("hpu")
+
+    def synchronize(self) -> None:
+        """Wait for all work."""
+        self.mark()
+        self.hpu.synchronize()
+
+    def graph(
+        self, function: "Callable[..., object]", *, keeps_tensors: bool = False
+    ) -> "Callable[..., Tensor]":
+        """Captured `function`: without the tensor cache, as a server captures by default."""
+        graphed: Callable[..., Tensor] = self.hpu.wrap_in_hpu_graph_func(
+            function, disable_tensor_cache=not keeps_tensors
+        )
+
+        def replay(*inputs: "Tensor") -> "Tensor":
+            self.mark()
+            found = graphed(*inputs)
+            self.mark()
+            return found
+
+        return replay
+
+    def num_fallbacks(self) -> int:
+        """Number of operations that ran on the host; 0 without this metric."""
+        metric = self.metrics.metric_global("cpu_fallback")
+        return int(dict(metric.stats()).get("TotalNumber", 0)) if metric else 0
+
+    def free_bytes(self) -> int:
+        """Free memory of the card, after all work is done."""
+        self.synchronize()
+        return int(self.hpu.mem_get_info()[0])

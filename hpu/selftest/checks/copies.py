@@ -1,0 +1,104 @@
+"""Checks of copies between host and card, of streams and of events."""
+
+import time
+from collections.abc import Iterator
+
+from hpu.selftest.base import Card, Check, Comparison, Fallback
+
+BRIDGE = "HabanaAI/gaudi-pytorch-bridge, backend/synapse_helpers/device.cpp and stream.cpp"
+LOCKSTEP = Fallback("overlap-depth", ("1",))
+"""The host waits for each step before it prepares the next step."""
+HOST_COPIES = LOCKSTEP
+"""What avoids copies on a second stream. A setting that selects another way to copy belongs here.
+"""
+SENTINEL = -7_654_321
+ARRIVAL_TIMEOUT_S = 2.0
+NUM_COPIES = 8
+
+
+def copies_beside_work(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    stream = card.hpu.Stream()
+    weight = card.put(card.values(256, 256, seed=1))
+    for number in range(NUM_COPIES):
+        host = card.values(64, seed=number)
+        source = card.put(host) * 2
+        card.mark()
+        computed = card.hpu.Event()
+        computed.record()
+        stream.wait_event(computed)
+        target = torch.full((64,), float(SENTINEL))
+        with card.hpu.stream(stream):
+            target.copy_(source, non_blocking=True)
+        copied = stream.record_event()
+        # Work of the default stream, which the copy does not wait for.
+        product = weight @ weight
+        card.mark()
+        copied.synchronize()
+        deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
+        while bool((target == SENTINEL).any()) and time.monotonic() < deadline:
+            time.sleep(1e-4)
+        yield Comparison(f"copy {number} on a second stream", target, host * 2)
+        del product
+
+
+def uploads(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    target = card.put(torch.zeros(1024))
+    card.synchronize()
+    for number in range(NUM_COPIES):
+        expected = card.values(1024, seed=number)
+        source = expected.clone()
+        target.copy_(source, non_blocking=True)
+        source.fill_(float(SENTINEL))
+        yield Comparison(f"upload {number}, whose source changed afterwards", target + 0, expected)
+        time.sleep(2e-3)
+        yield Comparison(f"upload {number}, a moment later", target + 0, expected)
+
+
+def events(card: Card) -> Iterator[Comparison]:
+    begin, end = (card.hpu.Event(enable_timing=True) for _ in range(2))
+    weight = card.put(card.values(512, 512, seed=1))
+    card.mark()
+    begin.record()
+    product = weight
+    for _ in range(4):
+        product = (product @ weight) / 64
+    card.mark()
+    end.record()
+    start = time.monotonic()
+    end.synchronize()
+    milliseconds = float(begin.elapsed_time(end))
+    waited = (time.monotonic() - start) * 1e3
+    yield Comparison("query after synchronize", bool(end.query()), True)
+    what = f"{milliseconds:g} ms between two events, {waited:g} ms waited"
+    yield Comparison(what, 0 < milliseconds < 60_000, True)
+
+
+CHECKS = (
+    Check(
+        name="host-copies",
+        assumption="a copy to the host on a second stream waits for what it reads, and arrives",
+        source=BRIDGE,
+        program=copies_beside_work,
+        fallbacks=(HOST_COPIES,),
+        is_quick=True,
+        limit_s=20.0,
+    ),
+    Check(
+        name="uploads",
+        assumption="a non-blocking upload of less than 1 MiB reads its source before it returns",
+        source=BRIDGE,
+        program=uploads,
+        fallbacks=(LOCKSTEP,),
+        is_quick=True,
+    ),
+    Check(
+        name="events",
+        assumption="events have times, and a synchronized event is done",
+        source="HabanaAI/gaudi-pytorch-bridge, HPUEvent.cpp",
+        program=events,
+        fallbacks=(LOCKSTEP,),
+        is_quick=True,
+    ),
+)

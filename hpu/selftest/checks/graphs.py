@@ -1,0 +1,180 @@
+"""Checks of captured graphs, which hpu-graphs replays for each launch."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hpu.selftest.base import Card, Check, Comparison, Fallback
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BRIDGE = "HabanaAI/gaudi-pytorch-bridge"
+OTHER_MODE = Fallback("execution-mode", ("torch-compile", "lazy", "eager"))
+KEEP_TENSORS = Fallback("PT_HPUGRAPH_DISABLE_TENSOR_CACHE", ("0",))
+LESS_MEMORY = Fallback("gpu-memory-utilization", ("0.8",))
+MIB = 1 << 20
+
+
+def replay(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    weight = card.values(16, 16, seed=1)
+    on_card = card.put(weight)
+    graph = card.graph(lambda x: torch.relu(x @ on_card) + 1)
+    given = card.put(card.values(4, 16))
+    for number in range(3):
+        rows = card.values(4, 16, seed=number + 2)
+        given.copy_(rows)
+        expected = torch.relu(rows @ weight) + 1
+        yield Comparison(f"call {number} on new values", graph(given), expected)
+
+
+def other_inputs(card: Card) -> Iterator[Comparison]:
+    hosts = [card.values(4, 16, seed=seed) for seed in range(2)]
+    tensors = [card.put(host) for host in hosts]
+    graph = card.graph(lambda x: x * 3 + 1)
+    for number in (0, 1, 0, 1):
+        expected = hosts[number] * 3 + 1
+        yield Comparison(f"a replay on tensor {number} of two", graph(tensors[number]), expected)
+
+
+def writes(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    expected = torch.zeros(32, 8)
+    cache = card.put(expected)
+
+    def write(rows: "Tensor", slots: "Tensor") -> "Tensor":
+        cache.index_copy_(0, slots, rows)
+        return cache.index_select(0, slots) * 2
+
+    graph = card.graph(write)
+    rows_on_card, slots_on_card = card.put(card.values(4, 8)), card.put(torch.arange(4).int())
+    for number in range(4):
+        rows = card.values(4, 8, seed=number)
+        slots = torch.arange(number, 32, 8).int()
+        rows_on_card.copy_(rows)
+        slots_on_card.copy_(slots)
+        expected.index_copy_(0, slots.long(), rows)
+        yield Comparison(f"rows of call {number}", graph(rows_on_card, slots_on_card), rows * 2)
+        # Takes memory that the graph has freed.
+        card.put(card.values(256, 256)).add_(1)
+    yield Comparison("the cache after all calls", cache, expected)
+
+
+def outputs(card: Card) -> Iterator[Comparison]:
+    double, triple = card.graph(lambda x: x * 2), card.graph(lambda x: x * 3)
+    first, second = card.values(4, 16, seed=1), card.values(4, 16, seed=2)
+    given, other = card.put(first), card.put(second)
+    double(given)
+    triple(other)
+    found, found_later = double(given), triple(other)
+    yield Comparison("an output after a replay of another graph", found, first * 2)
+    yield Comparison("the output of that graph", found_later, second * 3)
+
+
+def views(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    table = card.values(16, 4, seed=1)
+    on_card = card.put(table)
+
+    def read(packed: "Tensor") -> "tuple[Tensor, Tensor]":
+        rows, slots = packed[:6].view(2, 3), packed[6:14].view(2, 4)
+        return on_card.index_select(0, rows.flatten()).sum(1).view(2, 3), slots + 1
+
+    graph = card.graph(read)
+    given = card.put(torch.zeros(16, dtype=torch.int32))
+    for number in range(3):
+        packed = (torch.arange(16) * (number + 1) % 16).int()
+        given.copy_(packed)
+        sums, slots = graph(given)
+        expected = table.index_select(0, packed[:6].long()).sum(1).view(2, 3)
+        yield Comparison(f"a view at the start of the input, call {number}", sums, expected)
+        yield Comparison(f"a view at an offset, call {number}", slots, packed[6:14].view(2, 4) + 1)
+
+
+def marks(card: Card) -> Iterator[Comparison]:
+    def function(x: "Tensor") -> "Tensor":
+        doubled = x * 2
+        card.mark()
+        return doubled + 1
+
+    graph = card.graph(function)
+    given = card.put(card.values(4, 16))
+    for number in range(2):
+        rows = card.values(4, 16, seed=number)
+        given.copy_(rows)
+        yield Comparison(f"call {number} with a mark inside", graph(given), rows * 2 + 1)
+
+
+def memory(card: Card) -> Iterator[Comparison]:
+    given = card.put(card.values(1024, 1024))
+    before = card.free_bytes()
+    graph = card.graph(lambda x: tuple(x + number for number in range(6)))
+    kept = graph(given)
+    taken = before - card.free_bytes()
+    what = f"{taken >> 20} MiB reported for a graph with {len(kept) * 4} MiB of outputs"
+    yield Comparison(what, taken >= 16 * MIB, True)
+
+
+CHECKS = (
+    Check(
+        name="graph-replay",
+        assumption="a captured graph computes what its function computes, for new values too",
+        source=f"{BRIDGE}, torch/hpu/graphs.py",
+        program=replay,
+        fallbacks=(OTHER_MODE,),
+        is_quick=True,
+    ),
+    Check(
+        name="graph-inputs",
+        assumption="a graph without tensor cache may be replayed on another tensor than its first",
+        source=f"{BRIDGE}, backend/habana_device/HPUGraph.cpp (replayV3)",
+        program=other_inputs,
+        fallbacks=(KEEP_TENSORS,),
+        needs=("graph-replay",),
+        is_quick=True,
+    ),
+    Check(
+        name="graph-cache-writes",
+        assumption="with the tensor cache off, a KV cache that a graph writes in place stays valid",
+        source="vllm-project/vllm-gaudi, docs/configuration/env_variables.md",
+        program=writes,
+        fallbacks=(KEEP_TENSORS,),
+        needs=("graph-replay", "cache-writes"),
+        is_quick=True,
+    ),
+    Check(
+        name="graph-outputs",
+        assumption="the outputs of a graph are valid until its own next replay",
+        source=f"{BRIDGE}, torch/hpu/graphs.py",
+        program=outputs,
+        fallbacks=(OTHER_MODE,),
+        needs=("graph-replay",),
+        is_quick=True,
+    ),
+    Check(
+        name="graph-views",
+        assumption="a captured function may make views of its int32 input, at any offset",
+        source=f"{BRIDGE}, habana_lazy/lazy_executor.cpp",
+        program=views,
+        fallbacks=(OTHER_MODE,),
+        needs=("graph-replay",),
+        is_quick=True,
+    ),
+    Check(
+        name="graph-marks",
+        assumption="a hook may call mark_step inside a capture",
+        source="vllm-project/vllm-gaudi, vllm_gaudi/v1/worker/hpu_model_runner.py",
+        program=marks,
+        fallbacks=(Fallback("config-hidden-layers", ("1000",)),),
+        needs=("graph-replay",),
+        is_quick=True,
+    ),
+    Check(
+        name="graph-memory",
+        assumption="mem_get_info after a synchronization includes the memory of graphs",
+        source="vllm-project/vllm-gaudi, vllm_gaudi/extension/profiler.py",
+        program=memory,
+        fallbacks=(LESS_MEMORY,),
+        needs=("graph-replay", "memory-stats"),
+    ),
+)

@@ -1,0 +1,173 @@
+"""Checks of torch's own operators in lazy recipes: writes to caches, the router, the sampler."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from hpu.selftest.base import Card, Check, Comparison, Fallback
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+REGISTRY = "HabanaAI/gaudi-pytorch-bridge, the registered operators"
+COMPILED = Fallback("execution-mode", ("torch-compile", "eager"))
+"""torch.compile lowers an operator by another path; eager launches it alone."""
+UNCAPTURED = Fallback("execution-mode", ("torch-compile", "lazy", "eager"))
+"""An operator that runs on the host cannot be captured."""
+
+
+def _on_card(
+    card: Card, what: str, function: "Callable[..., Tensor]", *given: "Tensor"
+) -> Comparison:
+    """`function` on the card against the CPU, which gets int64 in place of int32 indices."""
+    on_host = [one.long() if one.dtype == card.torch.int32 else one for one in given]
+    return Comparison(what, function(*map(card.put, given)), function(*on_host))
+
+
+def _without_host(card: Card, comparisons: Iterator[Comparison]) -> Iterator[Comparison]:
+    """`comparisons`, and then whether all operators ran on the card."""
+    before = card.num_fallbacks()
+    yield from comparisons
+    yield Comparison("operators that ran on the host", card.num_fallbacks() - before, 0)
+
+
+def cache_writes(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    slots = torch.tensor([5, 0, 9, 3]).int()
+
+    def write(cache: "Tensor", slots: "Tensor", rows: "Tensor") -> "Tensor":
+        # A copy: on the CPU the given tensor is written.
+        cache = cache + 0
+        cache.index_copy_(0, slots, rows)
+        return cache
+
+    def comparisons() -> Iterator[Comparison]:
+        for dtype in (torch.bfloat16, torch.float32):
+            cache = card.values(12, 2, 8).to(dtype)
+            rows = card.values(4, 2, 8, seed=1).to(dtype)
+            yield _on_card(card, f"index_copy_ of {dtype}", write, cache, slots, rows)
+            yield _on_card(
+                card,
+                f"index_select of {dtype}",
+                lambda cache, slots: cache.index_select(0, slots),
+                cache,
+                slots,
+            )
+
+    return _without_host(card, comparisons())
+
+
+def index_reduce(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    rows = torch.tensor([0, 0, 1, 3, 1]).int()
+    start = torch.full((4, 2), -1e30)
+
+    def reduce(start: "Tensor", rows: "Tensor", values: "Tensor") -> "Tensor":
+        return start.index_reduce(0, rows, values, "amax")
+
+    def comparisons() -> Iterator[Comparison]:
+        yield _on_card(card, "index_reduce amax", reduce, start, rows, card.values(5, 2))
+
+    return _without_host(card, comparisons())
+
+
+def sampling(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    # Unequal values: nothing is assumed of the order of ties.
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(3))
+    scores = (order.view(2, 128) - 100) / 8
+    ids = torch.tensor([[3, 100, 7], [9, 1, 0]])
+
+    def comparisons() -> Iterator[Comparison]:
+        cases: dict[str, Callable[[Tensor], Tensor]] = {
+            "values of topk": lambda x: x.topk(8, dim=-1).values,
+            "indices of topk": lambda x: x.topk(8, dim=-1).indices,
+            "sort": lambda x: x.sort(dim=-1, descending=True).values,
+            "cumsum": lambda x: x.cumsum(-1),
+            "where": lambda x: torch.where(x > 0, x, -x),
+        }
+        for what, function in cases.items():
+            yield _on_card(card, what, function, scores)
+        yield _on_card(card, "gather", lambda x, ids: x.gather(-1, ids), scores, ids)
+
+    return _without_host(card, comparisons())
+
+
+def extremes(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    # Neighbouring float32 numbers, which bfloat16 does not tell apart.
+    scores = 1 + torch.arange(64).view(2, 32) * 2.0**-20
+    numbers = 2**24 + torch.arange(64).view(2, 32).int()
+    yield Comparison("amax", card.put(scores).amax(-1), scores.amax(-1), 0.0)
+    yield Comparison("amin of int32", card.put(numbers).amin(-1), numbers.amin(-1))
+    equal = card.put(scores) == card.put(scores.amax(-1, keepdim=True))
+    yield Comparison("equal to the maximum", equal, scores == scores.amax(-1, keepdim=True))
+
+
+def non_finite(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    given = torch.tensor([[1.0, torch.nan, 2.0], [torch.inf, -3.0, -torch.inf], [1.0, 2.0, 3.0]])
+    on_card = card.put(given)
+    yield Comparison("isnan", on_card.isnan(), given.isnan())
+    yield Comparison("a value unequal to itself", on_card != on_card, given.isnan())
+    zeroed = torch.nan_to_num(on_card, nan=0.0, posinf=0.0, neginf=0.0)
+    yield Comparison("nan_to_num", zeroed, torch.nan_to_num(given, 0.0, 0.0, 0.0))
+    yield Comparison("any", on_card.isnan().any(dim=1), given.isnan().any(dim=1))
+
+
+def int64(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    ids = torch.tensor([0, 127_999, 2**24 + 1, 2**30 + 7, 2**31 - 1, -5])
+    yield Comparison("int64 values of 32 bits", card.put(ids) + 0, ids)
+    yield Comparison("int64 to int32", card.put(ids).int(), ids.int())
+    yield Comparison("a difference of int64", card.put(ids) - 3, ids - 3)
+
+
+CHECKS = (
+    Check(
+        name="cache-writes",
+        assumption="index_copy_ and index_select with int32 indices are right, and run on the card",
+        source=REGISTRY,
+        program=cache_writes,
+        fallbacks=(COMPILED,),
+        is_quick=True,
+    ),
+    Check(
+        name="index-reduce",
+        assumption="index_reduce with amax runs on the card",
+        source=f"{REGISTRY}; hpu_op.yaml",
+        program=index_reduce,
+        fallbacks=(UNCAPTURED,),
+        is_quick=True,
+    ),
+    Check(
+        name="sampler-operators",
+        assumption="topk, sort, cumsum, gather and comparisons of the sampler run on the card",
+        source=REGISTRY,
+        program=sampling,
+        fallbacks=(UNCAPTURED,),
+        is_quick=True,
+    ),
+    Check(
+        name="exact-comparisons",
+        assumption="amax, amin of int32 and comparisons are exact",
+        source="HabanaAI/gaudi-pytorch-bridge, tests of min, max and comparisons",
+        program=extremes,
+        fallbacks=(COMPILED,),
+        is_quick=True,
+    ),
+    Check(
+        name="non-finite",
+        assumption="NaN and infinities are found and replaced",
+        source="HabanaAI/gaudi-pytorch-bridge, tests of isnan and nan_to_num",
+        program=non_finite,
+        fallbacks=(COMPILED,),
+    ),
+    Check(
+        name="int64",
+        assumption="int64 values that fit 32 bits are exact in lazy mode",
+        source="HabanaAI/gaudi-pytorch-bridge, PT_ENABLE_INT64_SUPPORT",
+        program=int64,
+        fallbacks=(Fallback("PT_ENABLE_INT64_SUPPORT", ("1",)),),
+        is_quick=True,
+    ),
+)

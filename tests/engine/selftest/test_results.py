@@ -1,0 +1,265 @@
+"""The stored result of a self-test: what is used, ignored and refused; the settings that failed
+checks select; and the report for an issue."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from config.loading import env
+from config.loading.flags import FLAGS
+from config.loading.sources import Loaded, load
+from config.version import VERSION
+from engine.selftest import start
+from engine.selftest.fallbacks import Choice, InUse, line, select, shown
+from engine.selftest.results import CheckResult, Identity, SelfTest, Setting, read, result_of, write
+from engine.selftest.start import at_start, choices_for, failure_report, identity_of
+from hpu.doctor.machine import Machine
+from hpu.selftest.base import FAILS, HANGS, HOLDS, UNKNOWN, all_checks
+
+CARD = Identity("gaudi3", "1.24.1", "1.24.1.17", VERSION)
+CHECKS = all_checks()
+MODES = Setting("execution-mode", ("torch-compile", "lazy", "eager"))
+FOUND = SelfTest(
+    CARD,
+    True,
+    (
+        result_of(CHECKS["graph-replay"], FAILS, "55 of 64 values differ", 0.5),
+        result_of(CHECKS["uploads"], HOLDS, ""),
+        result_of(CHECKS["fused-sdpa"], HANGS, "no answer within 30 s"),
+        result_of(CHECKS["experts"], UNKNOWN, "it needs time"),
+    ),
+)
+
+
+def test_every_fallback_is_a_setting_and_a_value_that_it_takes() -> None:
+    flags = {flag.key: flag for flag in FLAGS}
+    for fallback in {one for check in CHECKS.values() for one in check.fallbacks}:
+        if Setting(*fallback).is_variable:
+            assert fallback.setting.startswith("PT_")
+            continue
+        flag = flags[fallback.setting]
+        for value in fallback.values:
+            loaded = load([shown(flag.key, value)], default_model="m", environ={})
+            assert flag.shown(loaded.sources[flag.key][0]) == value
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "selftest.json"
+
+    write(path, FOUND)
+
+    assert read(path, CARD, CHECKS) == (FOUND,)
+    assert read(tmp_path / "other.json", CARD, CHECKS) == ()
+    assert FOUND.summary == "1 hold, 1 fails (graph-replay), 1 hangs (fused-sdpa), 1 unknown"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"card": "gaudi2"}, {"driver": "1.23.0"}, {"release": "1.23.0"}, {"version": "0.0.1"}],
+)
+def test_a_result_of_another_card_driver_release_or_version_is_ignored_with_a_line(
+    change: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "selftest.json"
+    other = Identity(**{**{name: getattr(CARD, name) for name in CARD.__struct_fields__}, **change})
+    write(path, FOUND)
+
+    with caplog.at_level(logging.WARNING):
+        assert read(path, other, CHECKS) == ()
+
+    assert len(caplog.messages) == 1
+    assert f"it is of {CARD}, and here is {other}" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 1}', '{"identity": 3}', "\0" * 10, "x" * (1 << 21)]
+)
+def test_a_damaged_result_is_ignored_with_a_line(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "selftest.json"
+    path.write_text(text)
+
+    with caplog.at_level(logging.WARNING):
+        assert read(path, CARD, CHECKS) == ()
+
+    assert len(caplog.messages) == 1
+    assert "is damaged, and ignored" in caplog.messages[0]
+
+
+def test_a_format_of_another_time_is_ignored_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "selftest.json"
+    write(path, FOUND)
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+
+    assert read(path, CARD, CHECKS) == ()
+    assert "its format is 2, not 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "fallback"),
+    [
+        ("graph-replay", Setting("api-key", ("none",))),
+        ("graph-replay", Setting("execution-mode", ("eager",))),
+        ("graph-replay", Setting("LD_PRELOAD", ("/tmp/x.so",))),
+    ],
+)
+def test_an_unknown_fallback_in_a_file_is_refused_with_a_line(
+    name: str, fallback: Setting, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "selftest.json"
+    write(path, SelfTest(CARD, True, (CheckResult(name, FAILS, fallbacks=(fallback,)),)))
+
+    (found,) = read(path, CARD, CHECKS)
+
+    assert found.results[0].fallbacks == ()
+    assert f"the fallback {fallback.setting} of {name} is unknown, and refused" in caplog.text
+
+
+def test_an_unknown_check_in_a_file_is_refused_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "selftest.json"
+    write(path, SelfTest(CARD, True, (CheckResult("no-such-check", FAILS, fallbacks=(MODES,)),)))
+
+    (found,) = read(path, CARD, CHECKS)
+
+    assert found.results == ()
+    assert "the check no-such-check is unknown, and refused" in caplog.text
+
+
+def test_a_check_of_two_cards_does_not_concern_a_model_on_one_card() -> None:
+    found = SelfTest(CARD, True, (result_of(CHECKS["captured-collectives"], FAILS, ""),))
+    alone, pair = emulated(), emulated("--tensor-parallel-size", "2")
+
+    assert choices_for(alone, alone, found) == []
+    assert [one.value for one in choices_for(pair, pair, found)] == ["torch-compile"]
+
+
+def test_a_fallback_of_a_check_that_holds_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "selftest.json"
+    write(path, SelfTest(CARD, True, (CheckResult("graph-replay", HOLDS, fallbacks=(MODES,)),)))
+
+    (found,) = read(path, CARD, CHECKS)
+
+    assert found.results[0].fallbacks == ()
+    assert "refused" in caplog.text
+
+
+def wrong(name: str, *fallbacks: Setting) -> CheckResult:
+    return CheckResult(name, FAILS, fallbacks=fallbacks)
+
+
+def test_a_setting_takes_the_first_value_that_suits_all_failed_checks() -> None:
+    compiled = wrong("compiled", Setting("mode", ("graphs", "lazy", "eager")))
+    captured = wrong("captured", Setting("mode", ("compile", "lazy", "eager")))
+    in_use = {"mode": InUse("graphs", False)}
+
+    assert select([captured], in_use) == [Choice("mode", "compile", ("captured",), "")]
+    assert select([compiled], in_use) == []
+    assert select([captured, compiled], in_use) == [
+        Choice("mode", "lazy", ("captured", "compiled"), "")
+    ]
+
+
+def test_a_users_setting_wins_and_the_line_says_so() -> None:
+    (choice,) = select([wrong("a", Setting("mode", ("lazy",)))], {"mode": InUse("graphs", True)})
+    (unknown,) = select([wrong("a", Setting("mode", ("lazy",)))], {})
+    (both,) = select(
+        [wrong("a", Setting("mode", ("lazy",))), wrong("b", Setting("mode", ("eager",)))],
+        {"mode": InUse("graphs", False)},
+    )
+
+    assert line(choice) == "Self-test: a fails, and --mode=graphs is your setting, and stays"
+    assert line(unknown) == "Self-test: a fails, and there is no setting mode"
+    assert line(both) == "Self-test: a, b fail, and no value of mode avoids all of them"
+
+
+def emulated(*words: str, environ: dict[str, str] | None = None) -> Loaded:
+    return load(["m", "--device", "hpu-emulator", *words], environ=environ or {})
+
+
+def choices(loaded: Loaded) -> dict[str, tuple[str, str]]:
+    return {one.setting: (one.value, one.problem) for one in choices_for(loaded, loaded, FOUND)}
+
+
+def test_choices_follow_the_mode_in_use_and_the_users_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PT_HPU_LAZY_MODE", raising=False)
+    expected = {"execution-mode": ("torch-compile", ""), "prompt-use-fusedsdpa": ("off", "")}
+    assert choices(emulated()) == expected
+    assert "execution-mode" not in choices(emulated("--execution-mode", "lazy"))
+    assert choices(emulated("--execution-mode", "hpu-graphs"))["execution-mode"][1]
+    assert choices(emulated("--prompt-use-fusedsdpa"))["prompt-use-fusedsdpa"][1]
+    # The variable decides the mode too.
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
+    assert "is your setting" in choices(emulated())["execution-mode"][1]
+
+
+def test_a_variable_of_the_runtime_is_a_setting_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
+    found = SelfTest(CARD, True, (result_of(CHECKS["graph-inputs"], FAILS, ""),))
+    loaded = emulated()
+    monkeypatch.delenv(name, raising=False)
+    unset = choices_for(loaded, loaded, found)
+    monkeypatch.setenv(name, "1")
+    of_user = choices_for(loaded, loaded, found)
+
+    assert unset == [Choice(name, "0", ("graph-inputs",), "")]
+    assert line(of_user[0]).endswith(f"{name}=1 is your setting, and stays")
+
+
+def machine(tmp_path: Path, **variables: str) -> Machine:
+    return Machine(environment=variables, root=tmp_path, run=lambda argv: None)
+
+
+def test_a_start_uses_a_stored_result_and_runs_nothing_on_a_cpu_or_an_emulated_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object, **__: object) -> SelfTest:
+        raise AssertionError("the self-test runs")
+
+    monkeypatch.setattr(start, "run_selftest", run)
+    monkeypatch.delenv("PT_HPU_RECIPE_CACHE_CONFIG", raising=False)
+    here = machine(tmp_path)
+    loaded = emulated("--cache-dir", str(tmp_path))
+    own = dataclasses.replace(loaded)
+    assert at_start(load(["m", "--device", "cpu"], environ={}), here) == ()
+    assert at_start(loaded, here) == ()
+
+    stored = SelfTest(identity_of(own.engine, here), False, FOUND.results)
+    write(env.selftest_file(loaded.engine), stored)
+
+    assert at_start(loaded, here) == (stored,)
+    assert at_start(emulated("--cache-dir", str(tmp_path), "--selftest", "off"), here) == ()
+    with pytest.raises(AssertionError, match="the self-test runs"):
+        at_start(emulated("--cache-dir", str(tmp_path / "new"), "--selftest", "on"), here)
+
+
+def test_the_report_holds_versions_and_variables_and_no_secret(tmp_path: Path) -> None:
+    detail = "cannot open /home/jane/x: hf_abcdefgh"
+    found = SelfTest(CARD, True, (CheckResult("uploads", FAILS, detail),))
+    here = machine(
+        tmp_path,
+        HOME="/home/jane",
+        HF_TOKEN="hf_abcdefgh",
+        PT_HPU_LAZY_MODE="1",
+        HABANA_VISIBLE_DEVICES="all",
+        PATH="/bin",
+    )
+
+    text = failure_report(found, here).decode()
+
+    report = json.loads(text)
+    assert report["variables"] == {"PT_HPU_LAZY_MODE": "1", "HABANA_VISIBLE_DEVICES": "all"}
+    assert report["selftest"]["results"][0]["detail"] == "cannot open ~/x: ***"
+    assert report["packages"].keys() >= {"torch", "habana-torch-plugin"}
+    assert "jane" not in text and "hf_abcdefgh" not in text

@@ -1,0 +1,125 @@
+"""Checks of the self-test on the emulated card: they hold, and a fault of the card breaks only the
+check of its assumption."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulated import emulated
+
+from config.errors import ConfigError
+from hpu.emulator.faults import FAULTS
+from hpu.emulator.settings import EmulatorConfig
+from hpu.selftest.base import (
+    FAILS,
+    HOLDS,
+    LAZY,
+    UNKNOWN,
+    Card,
+    Check,
+    Ended,
+    ModelShape,
+    all_checks,
+)
+from hpu.selftest.harness import run_check
+
+CHECKS = [check for check in all_checks().values() if check.num_ranks == 1]
+RELEASE = "1.24.1"
+
+
+@contextmanager
+def card(mode: str, folder: Path, shape: ModelShape | None = None, **config: Any) -> Iterator[Card]:
+    variables = {
+        "PT_HPU_ENABLE_CACHE_METRICS": "1",
+        "PT_HPU_RECIPE_CACHE_CONFIG": f"{folder / 'recipes'},false,8192",
+    }
+    facts = {"generation": "gaudi3", "release": RELEASE, "late_copy_s": 0.0005, **config}
+    with emulated(mode == LAZY, variables, **facts):
+        yield Card(RELEASE, 0, str(folder / "recipes"), shape or ModelShape())
+
+
+def outcomes(mode: str, folder: Path, **config: Any) -> list[Ended]:
+    """What all checks of a mode say, without those that need a check that does not hold."""
+    found: dict[str, Ended] = {}
+    with card(mode, folder, **config) as opened:
+        for check in CHECKS:
+            if check.mode == mode and all(found[name].status == HOLDS for name in check.needs):
+                found[check.name] = run_check(check, opened)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("mode", ["lazy", "compile"])
+def test_all_checks_hold_and_leave_nothing_on_the_card(mode: str, tmp_path: Path) -> None:
+    found = outcomes(mode, tmp_path)
+
+    assert {one.name: one.detail for one in found if one.status != HOLDS} == {}
+    assert {one.name: one.left_allocations for one in found if one.left_allocations} == {}
+    assert len(found) == sum(check.mode == mode for check in CHECKS)
+
+
+def test_each_check_has_a_fault_of_the_emulated_card() -> None:
+    assert sorted(all_checks()) == sorted(FAULTS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_a_fault_of_the_card_breaks_its_check(check: Check, tmp_path: Path) -> None:
+    with card(check.mode, tmp_path, faults=frozenset([check.name])) as opened:
+        found = run_check(check, opened)
+
+    assert found.status == FAILS
+    assert found.detail
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [ModelShape(8, 8, 128, 256, 16, 4), ModelShape(4, 1, 64, 256, 2, 1)],
+    ids=["each head its own", "one key head"],
+)
+def test_kernels_are_checked_with_the_sizes_of_a_model(shape: ModelShape, tmp_path: Path) -> None:
+    names = ("fused-sdpa", "fused-sdpa-mask", "fused-sdpa-statistics", "fused-sdpa-slices")
+    names += ("rms-norm", "rotary", "experts", "block-softmax")
+    with card(LAZY, tmp_path, shape) as opened:
+        found = [run_check(all_checks()[name], opened) for name in names]
+
+    assert {one.name: one.detail for one in found if one.status != HOLDS} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_a_fault_of_the_card_breaks_no_other_check(check: Check, tmp_path: Path) -> None:
+    found = outcomes(check.mode, tmp_path, faults=frozenset([check.name]))
+
+    assert {one.name for one in found if one.status == FAILS} == {check.name}
+    # A failed check leaves what its error holds; others leave nothing.
+    assert [one.name for one in found if one.left_allocations > 0 and one.status == HOLDS] == []
+
+
+def test_a_crash_and_a_hang_are_faults_of_a_card_too() -> None:
+    EmulatorConfig(faults=frozenset(["fused-sdpa:crash", "experts:hang"]))
+
+    with pytest.raises(ConfigError, match="emulated fault 'experts:burn' is not one of"):
+        EmulatorConfig(faults=frozenset(["experts:burn"]))
+    # The fault of no operator.
+    with pytest.raises(ConfigError, match="emulated fault 'uploads:crash' is not one of"):
+        EmulatorConfig(faults=frozenset(["uploads:crash"]))
+    with pytest.raises(ConfigError, match="emulated fault 'nothing' is not one of"):
+        EmulatorConfig(faults=frozenset(["nothing"]))
+
+
+def test_a_check_of_a_kernel_that_the_card_lacks_is_unknown(tmp_path: Path) -> None:
+    with card(LAZY, tmp_path, generation="gaudi2") as opened:
+        found = run_check(all_checks()["block-softmax"], opened)
+
+    assert found.status == UNKNOWN
+    assert found.detail.startswith("block_softmax_adjustment is not known on gaudi2")
+
+
+def test_an_error_of_the_runtime_fails_the_check_with_its_text(tmp_path: Path) -> None:
+    config = {"unsupported": frozenset(["aten::index_copy_"])}
+    with card(LAZY, tmp_path, **config) as opened:
+        found = run_check(all_checks()["graph-cache-writes"], opened)
+
+    assert found.status == FAILS
+    assert found.detail.startswith("RuntimeError: aten::index_copy_: cpu fallback is not supported")
