@@ -13,6 +13,7 @@ import msgspec
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.execution import RUNTIME_DISTRIBUTION
 from config.loading import env
 from config.loading.flags import FLAGS
 from config.loading.sources import DEFAULT, Loaded
@@ -24,7 +25,7 @@ from engine.selftest.runner import OnResult, Place, Runner
 from hpu.doctor.cards import find_cards
 from hpu.doctor.machine import Machine
 from hpu.doctor.preflight import check_start, preflight
-from hpu.doctor.software import RUNTIME_DISTRIBUTION, driver_version
+from hpu.doctor.software import driver_version
 from hpu.emulator.settings import EmulatorConfig
 from hpu.selftest.base import ModelShape, Orders, all_checks
 

@@ -1,5 +1,6 @@
-"""Faults of an emulated card. Each breaks the assumption that the self-test's check of the same
-name is about (hpu/selftest/checks); the emulator is otherwise unchanged.
+"""Faults of an emulated card. Each breaks an assumption: the assumption of the self-test's check of
+the same name (hpu/selftest/checks), or an assumption that the back end tries at start; the emulator
+is otherwise unchanged.
 
 The name of a fault of operators may be followed by `:crash` or `:hang`: the operators then end the
 process, or never return.
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CRASH, HANG = "crash", "hang"
+
+WEDGED_COPIES = "wedged-copies"
+"""A copy of a side stream into unpinned memory waits forever for the thread that submits
+launches."""
+MIXED_EXPERTS = "mixed-experts"
+"""mixture_of_experts.bias_fused_weights takes gate and up in halves instead of interleaved."""
+MIXED_CODES = "mixed-codes"
+"""mixture_of_experts with packed codes takes the codes of a byte in the other order."""
 
 Value = Any
 """An argument or a result of an operator."""
@@ -141,9 +150,12 @@ FAULTS: Mapping[str, OperatorFault | RuntimeFault] = {
     "host-copies": RuntimeFault(),
     "memory-stats": RuntimeFault(),
     "metrics": RuntimeFault(),
+    MIXED_CODES: RuntimeFault(),
+    MIXED_EXPERTS: RuntimeFault(),
     "recipe-cache": RuntimeFault(),
     "torch-compile": RuntimeFault(),
     "uploads": RuntimeFault(),
+    WEDGED_COPIES: RuntimeFault(),
 }
 
 

@@ -20,16 +20,6 @@ class Misuse(GaudiserveError):
         self.line = line
 
 
-WEDGED_COPIES = "wedged-copies"
-"""A copy of a side stream into unpinned memory waits forever for the thread that submits
-launches."""
-MIXED_EXPERTS = "mixed-experts"
-"""mixture_of_experts.bias_fused_weights takes gate and up in halves instead of interleaved."""
-MIXED_CODES = "mixed-codes"
-"""mixture_of_experts with packed codes takes the codes of a byte in the other order."""
-FAULTS = (WEDGED_COPIES, MIXED_EXPERTS, MIXED_CODES)
-
-
 @dataclass(frozen=True, slots=True)
 class EmulatorConfig:
     """A card, its costs, and how strictly it enforces its rules."""
@@ -70,8 +60,6 @@ class EmulatorConfig:
     it."""
     launch_submit_s: float = 0.0
     """Seconds that a thread of the runtime takes to submit a launch of lazy mode."""
-    faults: frozenset[str] = frozenset()
-    """Faults of FAULTS that the card has."""
     extra_supported: frozenset[str] = frozenset()
     unsupported: frozenset[str] = frozenset()
     """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ones."""
@@ -84,8 +72,6 @@ class EmulatorConfig:
         if self.generation not in GENERATIONS:
             known = ", ".join(GENERATIONS)
             raise ConfigError(f"emulated device {self.generation!r} is not one of {known}")
-        if unknown := self.faults - set(FAULTS):
-            raise ConfigError(f"faults {sorted(unknown)} are not among {', '.join(FAULTS)}")
         if self.memory_bytes is not None and self.memory_bytes < 1 << 20:
             raise ConfigError(f"an emulated card needs 1 MiB, got {self.memory_bytes} bytes")
 

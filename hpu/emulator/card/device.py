@@ -28,7 +28,8 @@ from hpu.emulator.card.tensor import (
     tensors_in,
 )
 from hpu.emulator.card.work_queue import WorkQueue, fill_with_garbage
-from hpu.emulator.settings import WEDGED_COPIES, EmulatorConfig, RuntimeVariables
+from hpu.emulator.faults import WEDGED_COPIES
+from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 from hpu.gaudi_devices import GENERATIONS
 
 OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")

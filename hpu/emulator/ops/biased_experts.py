@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hpu.emulator.faults import MIXED_CODES, MIXED_EXPERTS
 from hpu.emulator.ops.quantized import check_experts, weighted_sum
-from hpu.emulator.settings import MIXED_CODES, MIXED_EXPERTS
 from hpu.model_loader.mxfp4 import dequantize_mxfp4
 
 BLOCK = 32

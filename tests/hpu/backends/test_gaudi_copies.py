@@ -23,7 +23,8 @@ from hpu.backends import gaudi_copies, gaudi_copy_trials
 from hpu.backends.gaudi import GaudiBackend
 from hpu.backends.select import select_backend
 from hpu.emulator import settings
-from hpu.emulator.settings import WEDGED_COPIES, EmulatorConfig
+from hpu.emulator.faults import WEDGED_COPIES
+from hpu.emulator.settings import EmulatorConfig
 
 KINDS = (SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES)
 

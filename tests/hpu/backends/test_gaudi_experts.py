@@ -19,7 +19,8 @@ from config.model.read_config import read_model_config
 from hpu.backends.gaudi import GaudiBackend
 from hpu.backends.select import select_backend
 from hpu.emulator import settings
-from hpu.emulator.settings import MIXED_CODES, MIXED_EXPERTS, EmulatorConfig
+from hpu.emulator.faults import MIXED_CODES, MIXED_EXPERTS
+from hpu.emulator.settings import EmulatorConfig
 from hpu.gaudi_devices import BOTH, KERNELS, Kernel
 from hpu.layers.moe import Experts
 from hpu.model_loader.loader import load_weights

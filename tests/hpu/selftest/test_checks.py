@@ -60,7 +60,7 @@ def test_all_checks_hold_and_leave_nothing_on_the_card(mode: str, tmp_path: Path
 
 
 def test_each_check_has_a_fault_of_the_emulated_card() -> None:
-    assert sorted(all_checks()) == sorted(FAULTS)
+    assert set(all_checks()) <= set(FAULTS)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
