@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+from hpu.emulator import settings
 from hpu.emulator.install import Emulator, install
 from hpu.emulator.settings import EmulatorConfig
 
@@ -18,3 +21,12 @@ def emulated(
         import habana_frameworks.torch  # noqa: F401
 
         yield emulator
+
+
+def change_cards(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Give the emulated cards that a back end installs `changes` of their EmulatorConfig."""
+
+    def changed(**given: Any) -> EmulatorConfig:
+        return EmulatorConfig(**{**given, **changes})
+
+    monkeypatch.setattr(settings, "EmulatorConfig", changed)

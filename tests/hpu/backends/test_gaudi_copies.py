@@ -2,7 +2,6 @@
 on the card."""
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import emulated
+from emulated import change_cards, emulated
 from tiny_models import make_tiny
 from torch import nn
 from two_prompts import greedy, working
@@ -22,9 +21,7 @@ from config.execution import BLOCKING_COPIES, DEFAULT_COPIES, SIDE_COPIES, Execu
 from hpu.backends import gaudi_copies, gaudi_copy_trials
 from hpu.backends.gaudi import GaudiBackend
 from hpu.backends.select import select_backend
-from hpu.emulator import settings
 from hpu.emulator.faults import WEDGED_COPIES
-from hpu.emulator.settings import EmulatorConfig
 
 KINDS = (SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES)
 
@@ -47,8 +44,7 @@ def a_card(host_copies: str = "auto", **config: Any) -> Iterator[GaudiBackend]:
 def test_each_way_delivers_what_a_launch_left(
     kind: str, pins_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = functools.partial(EmulatorConfig, pins_memory=pins_memory, strict=True)
-    monkeypatch.setattr(settings, "EmulatorConfig", made)
+    change_cards(monkeypatch, pins_memory=pins_memory, strict=True)
     execution = ExecutionConfig(host_copies=kind)
     backend = select_backend(EngineConfig("m", device="hpu-emulator", execution=execution))
     source = torch.arange(64, dtype=torch.int32).to(backend.device)
@@ -90,10 +86,9 @@ def test_auto_leaves_out_a_way_that_waits_forever(
 def test_pinned_memory_does_not_wait_for_the_launches_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = functools.partial(
-        EmulatorConfig, pins_memory=True, faults=frozenset([WEDGED_COPIES]), launch_submit_s=0.02
+    change_cards(
+        monkeypatch, pins_memory=True, faults=frozenset([WEDGED_COPIES]), launch_submit_s=0.02
     )
-    monkeypatch.setattr(settings, "EmulatorConfig", made)
 
     with a_card() as backend:
         backend.prepare(nn.Module())
@@ -137,11 +132,10 @@ def test_a_server_answers_on_the_way_that_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gaudi_copy_trials, "WATCHDOG_S", 0.2)
-    made = functools.partial(EmulatorConfig, faults=frozenset([WEDGED_COPIES]))
     folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
     with working(folder) as on_cpu:
         expected = greedy(on_cpu)
-    monkeypatch.setattr(settings, "EmulatorConfig", made)
+    change_cards(monkeypatch, faults=frozenset([WEDGED_COPIES]))
 
     with working(folder, device="hpu-emulator") as rig:
         assert greedy(rig) == expected

@@ -1,7 +1,6 @@
 """Experts of gpt-oss on the emulated card: the kernels are compared with plain operations on the
 weights of the model, and left where they differ."""
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import random_checkpoint
 import torch
+from emulated import change_cards
 from two_prompts import greedy, working
 
 from config.engine import EngineConfig
@@ -18,9 +18,7 @@ from config.execution import ExecutionConfig
 from config.model.read_config import read_model_config
 from hpu.backends.gaudi import GaudiBackend
 from hpu.backends.select import select_backend
-from hpu.emulator import settings
 from hpu.emulator.faults import MIXED_CODES, MIXED_EXPERTS
-from hpu.emulator.settings import EmulatorConfig
 from hpu.gaudi_devices import BOTH, KERNELS, Kernel
 from hpu.layers.moe import Experts
 from hpu.model_loader.loader import load_weights
@@ -80,11 +78,6 @@ def loaded(folder: Path, *, mode: str = "hpu-graphs", native: bool = False) -> I
         backend.close()
 
 
-def with_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = functools.partial(EmulatorConfig, faults=frozenset([name]))
-    monkeypatch.setattr(settings, "EmulatorConfig", made)
-
-
 def test_a_kernel_that_is_right_runs_the_experts(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -97,7 +90,7 @@ def test_a_kernel_that_is_right_runs_the_experts(
 def test_a_kernel_that_differs_is_left_with_one_warning(
     mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with_fault(MIXED_EXPERTS, monkeypatch)
+    change_cards(monkeypatch, faults=frozenset([MIXED_EXPERTS]))
 
     with loaded(folder, mode=mode) as (_, experts):
         assert len(experts) > 1
@@ -122,7 +115,7 @@ def test_a_kernel_for_mxfp4_that_differs_is_left_and_the_weights_stay_packed(
         hidden, weights = torch.randn(5, 64).bfloat16().to("hpu"), torch.rand(5, 4).to("hpu")
         ids = torch.arange(4).repeat(5, 1).to("hpu")
         expected = experts[0](hidden, ids, weights).cpu()
-    with_fault(MIXED_CODES, monkeypatch)
+    change_cards(monkeypatch, faults=frozenset([MIXED_CODES]))
 
     with loaded(folder, native=True) as (_, experts):
         assert all(one.moe_op is None and one.quantized_weights is not None for one in experts)
@@ -165,7 +158,7 @@ def test_a_server_gives_the_tokens_of_the_cpu_whatever_the_kernel_does(
     with working(folder) as on_cpu:
         expected = greedy(on_cpu)
     if fault:
-        with_fault(fault, monkeypatch)
+        change_cards(monkeypatch, faults=frozenset([fault]))
 
     with working(folder, device="hpu-emulator") as rig:
         assert greedy(rig) == expected
