@@ -24,8 +24,9 @@ LOADS = 12
 RARE_FRACTION = 0.02
 """Cost that `with_rare` adds to each phase, as a fraction of the phase's cost."""
 
-GENERAL = ((400, 250), (1500, 400), (3000, 200))
-"""Median (prompt, output) tokens of the general traffic: chats, code and summaries."""
+GENERAL = ((400, 250, 1.0), (1500, 400, 1.0), (3000, 200, 1.0), (6000, 800, 0.3))
+"""Median prompt and output tokens, and weight, of the general traffic: chats, code, summaries, and
+long conversations, which would otherwise be padded to the largest buckets."""
 
 GENERAL_SIGMAS = (0.8, 0.7)
 """Standard deviations of the logarithms of the general prompt and output tokens."""
@@ -67,7 +68,7 @@ def general_launches(limits: BucketLimits) -> Launches:
     rng = random.Random(0)
     total: Counter[Bucket] = Counter()
     scale = min(1.0, limits.max_model_len / GENERAL_CONTEXT)
-    for medians in GENERAL:
+    for *medians, weight in GENERAL:
         traffic = []
         for number in range(max(LEAST_REQUESTS, WAVES * limits.max_num_seqs)):
             prompt, output = (
@@ -76,7 +77,8 @@ def general_launches(limits: BucketLimits) -> Launches:
             )
             cached = 0 if number % 4 else int(prompt * rng.random())
             traffic.append(Lengths(prompt, output, cached))
-        total.update(launches_of(traffic, limits))
+        for launch, frequency in launches_of(traffic, limits).items():
+            total[launch] += weight * frequency  # type: ignore[assignment]
     return _spread(dict(total), limits)
 
 
