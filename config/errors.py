@@ -51,12 +51,14 @@ class PromptTooLong(UserError):
                 f"{more}{num_prompt_tokens + max_tokens} tokens "
                 f"({num_prompt_tokens} in the prompt, {max_tokens} for the output)"
             )
-        shorter = "the prompt or the output"
+        remedy = "shorten the prompt"
+        if max_tokens is not None and num_prompt_tokens < max_model_len and not at_least:
+            remedy = f"ask for at most {max_model_len - num_prompt_tokens} tokens, or {remedy}"
         if item:
-            requested, shorter = f"{more}{num_prompt_tokens} tokens in {item}", "it"
+            requested, remedy = f"{more}{num_prompt_tokens} tokens in {item}", "shorten it"
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens. "
-            f"However, you requested {requested}. Please shorten {shorter}.",
+            f"However, you requested {requested}. Please {remedy}.",
             param=param,
             code="context_length_exceeded",
         )

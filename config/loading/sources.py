@@ -237,7 +237,7 @@ def _read_file(path: str, problems: list[str]) -> list[Given]:
         content = _parsed(read_limited(path, MAX_FILE_BYTES).decode("utf-8"))
     # ValueError: an invalid date, or an integer of more digits than Python converts.
     except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else clipped(str(error))
+        reason = error.strerror if isinstance(error, OSError) else clipped(_yaml_reason(error))
         raise ConfigError(f"the file {path} cannot be read: {reason}") from None
     if content is None:
         return []
@@ -279,6 +279,14 @@ def _parsed(text: str) -> object:
     # An integer with more digits than Python prints, 0xfff..., would break errors that quote it.
     repr(content)
     return content
+
+
+def _yaml_reason(error: Exception) -> str:
+    """The reason of a parser's error on one line, with its place in the file."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark = error.problem_mark
+    return f"it is not YAML at line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
 
 
 def _line(event: yaml.Event) -> str:

@@ -24,6 +24,17 @@ def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:
     return folder
 
 
+def check_adapter_paths(config: LoRAConfig) -> None:
+    """Raise ConfigError for an adapter that is neither on this machine nor named like an adapter of
+    the hub. Called before any process starts."""
+    for adapter in config.adapters:
+        if not Path(adapter.path).exists() and not is_hub_id(adapter.path):
+            raise ConfigError(
+                f"{_flag(adapter)} {adapter.name}={adapter.path}: no such file or folder; "
+                f"an adapter is a folder with {CONFIG_FILE}, a GGUF file or a hub id"
+            )
+
+
 def configured_adapters(
     config: LoRAConfig, download_dir: str | None = None
 ) -> tuple[NamedAdapter, ...]:
@@ -42,8 +53,11 @@ def _folder(adapter: NamedAdapter, download_dir: str | None) -> Path:
     try:
         return download_files(adapter.path, None, download_dir, FILES)
     except ConfigError as error:
-        flag = "--default-mm-loras" if adapter.kind else "--lora-modules"
-        raise ConfigError(f"an adapter of {flag}: {error}") from error
+        raise ConfigError(f"an adapter of {_flag(adapter)}: {error}") from error
+
+
+def _flag(adapter: NamedAdapter) -> str:
+    return "--default-mm-loras" if adapter.kind else "--lora-modules"
 
 
 def extra_targets(

@@ -112,7 +112,7 @@ class LoRAManager:
         """Host tensors that copies may still read, with the event after which they are no longer
         read."""
         logger.info(
-            "LoRA: %d slots of rank %d in %d layers, %s%s",
+            "LoRA: slots for %d adapters of rank %d in %d products, %s%s",
             config.max_loras,
             config.max_lora_rank,
             len(self.slots),

@@ -62,7 +62,7 @@ def read_lines(path: Path) -> Iterator[BatchLine | InvalidLine]:
                 if line.custom_id is not None:
                     if line.custom_id in seen:
                         line = InvalidLine(
-                            number, line.custom_id, f"custom_id {line.custom_id!r} is there before"
+                            number, line.custom_id, f"custom_id {line.custom_id!r} was used before"
                         )
                     seen.add(line.custom_id or "")
                 yield line

@@ -15,6 +15,7 @@ from config.checkpoint.tokenizer_bounds import check_tokenizer_file
 from config.engine import DUMMY, EngineConfig
 from config.errors import CheckpointError, ConfigError, EngineDied
 from config.loading.env import cache_home
+from config.lora.configured import check_adapter_paths
 from config.progress import Report
 from config.server import ServerConfig
 from config.startup_checks import check_checkpoint, check_device, check_model_config
@@ -78,6 +79,7 @@ def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
 
 def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
     """Download and convert the checkpoint; returns its folder."""
+    check_adapter_paths(engine.lora)
     folder = resolve(
         engine.model,
         revision=engine.revision,

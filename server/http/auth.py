@@ -10,10 +10,14 @@ from config.errors import ConfigError
 from config.whole_files import read_limited
 from server.http.errors import InvalidApiKey
 
-OPEN_PATHS = frozenset(("/live", "/health", "/ready", "/ping", "/version", "/metrics", "/"))
-"""Paths that need no key: probes, version, metrics and the page."""
+OPEN_PATHS = frozenset(
+    ("/live", "/health", "/ready", "/ping", "/version", "/metrics", "/", "/docs", "/openapi.json")
+)
+"""Paths that need no key: probes, version, metrics, the page, and the description of the API."""
 PAGE_FILES = "/page/files/"
 """Path prefix of the page's static files, which are also public."""
+DOCS_FILES = "/docs/"
+"""Path prefix of the static files of the API's description, which are also public."""
 MAX_FILE_BYTES = 2**20
 """Size limit of the --api-key-file: about 30,000 keys."""
 
@@ -40,7 +44,7 @@ class ApiKeys:
         servers. Empty if the server has no keys or the path needs no key. If several headers have
         valid keys, the first valid key counts. Raises InvalidApiKey. Reads headers only."""
         path = scope["path"]
-        is_open = path in OPEN_PATHS or path.startswith(PAGE_FILES)
+        is_open = path in OPEN_PATHS or path.startswith((PAGE_FILES, DOCS_FILES))
         if not self._keys or scope["method"] == "OPTIONS" or is_open:
             return ""
         candidates = _candidates(scope)

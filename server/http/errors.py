@@ -28,6 +28,10 @@ CLIENT_CLOSED = 499
 _KIND = re.compile(r"str|int|float|bool|(list|dict|function-\w+)\[.*")
 _OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")
 """pydantic's type names, which mean nothing to clients."""
+_SHOULD = "Input should be "
+"""Start of pydantic's messages about wrong values."""
+_TYPE = re.compile(r"a valid (\w+)(, .*)?")
+"""A type, and pydantic's reason, in such a message."""
 _FOLDER = re.compile(r"(?<![\w.:/])/(?:[^\s/'\":,;()]+/)+(?=[^\s/'\":,;()])")
 """The folder of an absolute path."""
 
@@ -165,7 +169,12 @@ def _problem(problem: Any) -> str:
         return f"{name} is missing"
     message = _OBJECT.sub("an object", problem["msg"].removeprefix("Value error, "))
     given = problem["input"]
-    shown = f" (it is {given!r:.40})" if isinstance(given, (bool, int, float)) else ""
-    if isinstance(given, str):
-        shown = f" (it is {given[:40]!r})"
-    return f"{name}: {message}{shown}"
+    shown = f"{given!r:.40}" if isinstance(given, (bool, int, float, str)) else ""
+    if message.startswith(_SHOULD):
+        wanted = _TYPE.sub(_with_article, message.removeprefix(_SHOULD))
+        return f"{name} is {shown}, it must be {wanted}" if shown else f"{name} must be {wanted}"
+    return f"{name}: {message} (it is {shown})" if shown else f"{name}: {message}"
+
+
+def _with_article(found: re.Match[str]) -> str:
+    return f"{'an' if found[1] == 'integer' else 'a'} {found[1]}"

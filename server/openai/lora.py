@@ -125,7 +125,8 @@ def _adapter(lora_dir: str, body: LoadAdapterBody) -> NamedAdapter:
     is_below = folder is not None and folder.is_relative_to(root)
     if folder is None or not is_below or not (folder.is_dir() or folder.is_file()):
         raise NotFound(
-            "lora_path names no folder or GGUF file below the server's --lora-dir",
+            f"lora_path is {body.lora_path!r:.200}, it must name a folder or a GGUF file below the "
+            "server's --lora-dir",
             param="lora_path",
         )
     return NamedAdapter(

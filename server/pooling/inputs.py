@@ -61,8 +61,8 @@ def make_input_processor(
 def not_a_pooling_model() -> UserError:
     """The error for a pooling request to a generative model."""
     return UserError(
-        "This model generates text; only a pooling model (of embeddings, scores or classes) does "
-        "this.",
+        "This model generates text; this route needs a pooling model: serve one, or serve this "
+        "model with --convert embed.",
         param="model",
     )
 

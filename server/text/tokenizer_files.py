@@ -209,7 +209,8 @@ def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
     if not any(file.name != "tokenizer_config.json" for file in files):
         raise ConfigError(
             f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json); "
-            "start with --skip-tokenizer-init to serve token ids alone"
+            "copy the tokenizer files of the base model into it, or serve token ids alone with "
+            "--skip-tokenizer-init"
         )
     digest = hashlib.sha256()
     for file in files:

@@ -480,9 +480,12 @@ def says(*blocks: Any) -> dict[str, Any]:
         ({"messages": result(content=[{"type": "image"}])}, "content[0].content[0]"),
         ({"messages": result()[:2]}, "a tool_result must follow"),
         ({"system": [{"type": "image"}]}, "system[0]"),
-        ({"system": 5}, "system: Input should be a valid list"),
-        ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice: Input should be an object"),
-        ({"metadata": 5}, "metadata: Input should be an object"),
+        ({"system": 5}, "system is 5, it must be a list"),
+        (
+            {"tools": [WEATHER], "tool_choice": "auto"},
+            "tool_choice is 'auto', it must be an object",
+        ),
+        ({"metadata": 5}, "metadata is 5, it must be an object"),
         (
             {"tools": [SEARCH, WEATHER], "tool_choice": {"type": "tool", "name": "web_search"}},
             "'web_search', which is not in tools",

@@ -79,7 +79,7 @@ def test_a_custom_id_is_there_once(tmp_path: Path) -> None:
     first, second = lines_of(tmp_path / "in", request("a"), request("a"))
 
     assert isinstance(first, BatchLine)
-    assert isinstance(second, InvalidLine) and "is there before" in second.error
+    assert isinstance(second, InvalidLine) and "was used before" in second.error
 
 
 def test_what_was_answered_is_known_to_the_next_one_and_a_half_line_is_removed(

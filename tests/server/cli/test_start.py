@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.params.lora import LoRAConfig
 from config.progress import Report, unreported
 from config.server import ServerConfig
 from server.cli import start
@@ -29,6 +31,15 @@ def test_a_converted_tokenizer_goes_to_the_cache_folder_of_the_flag(
     )
 
     assert folders == [tmp_path]
+
+
+def test_a_missing_adapter_is_named_with_its_flag_before_anything_starts(tmp_path: Path) -> None:
+    engine = EngineConfig(
+        model="tiny", lora=LoRAConfig(enable_lora=True, lora_modules=(f"a={tmp_path}/nosuch",))
+    )
+
+    with pytest.raises(ConfigError, match=f"--lora-modules a={tmp_path}/nosuch: no such file or"):
+        start.resolve_checkpoint(engine, ServerConfig(), unreported)
 
 
 def test_a_path_has_its_last_part_as_a_second_name(

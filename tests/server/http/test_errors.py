@@ -400,7 +400,9 @@ async def test_a_prompt_that_is_too_long_has_the_words_clients_match_on() -> Non
         asked = check(await rig.complete("hi", max_tokens=60), 400, code="context_length_exceeded")
 
         assert "This model's maximum context length is 50 tokens" in long
+        assert long.endswith("Please shorten the prompt.")
         assert "62 tokens (2 in the prompt, 60 for the output)" in asked
+        assert asked.endswith("Please ask for at most 48 tokens, or shorten the prompt.")
 
 
 async def test_a_full_queue_is_a_503_with_a_time_to_come_back() -> None:

@@ -142,7 +142,8 @@ async def test_a_folder_that_is_missing_or_elsewhere_is_not_found(
     assert answer.status_code == 404
     error = answer.json()["error"]
     assert (
-        error["param"] == "lora_path" and "names no folder or GGUF file below" in error["message"]
+        error["param"] == "lora_path"
+        and "must name a folder or a GGUF file below" in error["message"]
     )
 
 
