@@ -64,6 +64,8 @@ def check_checkpoint(config: EngineConfig, folder: str) -> None:
         check_weights(facts, pooler)
         if pooler is None:
             check_tied_head(facts)
+    # After the weights, which bound the number of layers.
+    _check_block_size(config, facts)
     method = config.speculation.choose()
     if method is None:
         return
@@ -97,7 +99,6 @@ def check_model_config(
         )
     if is_built_in:
         check_operations(facts)
-        _check_block_size(config, facts)
         _check_ranks(config, facts, is_pooling=pooler is not None)
     choose_context(config, facts, pooler)
     chosen_quantization(config.quantization, facts)
@@ -178,8 +179,11 @@ def _check_compressor(config: EngineConfig, facts: ModelConfig, *, is_built_in: 
 
 def _check_block_size(config: EngineConfig, facts: ModelConfig) -> None:
     """Raise ConfigError if the block size differs from the block size of the model's indexer."""
-    indexer, size = indexer_of(facts), config.cache.block_size
-    if indexer and size and size != indexer.block_size:
+    size = config.cache.block_size
+    if not size or not is_native(facts, config.model_impl):
+        return
+    indexer = indexer_of(facts)
+    if indexer and size != indexer.block_size:
         raise ConfigError(
             f"--block-size is {size}, and the indexer of {facts.path} chooses blocks of "
             f"{indexer.block_size} keys: leave --block-size out"

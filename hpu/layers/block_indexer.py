@@ -59,7 +59,7 @@ class BlockIndexer(nn.Module):
     def bind_cache(self, keys: Tensor, format: KVCacheFormat | None, block_size: int) -> None:
         """Use this cache of index keys, (blocks * block_size, 1, head_dim), or encoded entries of
         `format`. The layer scale is 1: checkpoints have no scale for index keys."""
-        assert block_size == self.spec.block_size, "check_model_config compares the sizes"
+        assert block_size == self.spec.block_size, "check_checkpoint compares the sizes"
         self._keys = keys
         self._cache_ops = PlainKVCacheOps()
         if format:

@@ -20,6 +20,7 @@ from config.errors import ConfigError, bytes_text
 from config.lora.configured import unused_image_adapter
 from config.model.architectures import decoder_spec, is_native
 from config.model.context_length import describe_context_length, max_context_length
+from config.model.decoder_spec import IndexerSpec
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
@@ -191,7 +192,7 @@ class LoadedModel:
         # counts the blocks of a row.
         merges = scheduler.merged_prefill and self.backend.compiles and self.pads
         has_cross = self.facts.vision is not None and self.facts.vision.cross is not None
-        merges = merges and not (self.has_states or has_cross or indexer_of(self.facts))
+        merges = merges and not (self.has_states or has_cross or _indexer(self.config, self.facts))
         return scheduler.prefill_batch() if merges and self.pooler is None else 1
 
     def bucket_table(self, num_blocks: int) -> BucketTable:
@@ -283,7 +284,7 @@ def load(
         offloaded,
         lambda done, total: on_progress(WarmupProgress("load", done, total)),
     )
-    indexer = indexer_of(facts)
+    indexer = _indexer(config, facts)
     default_size = indexer.block_size if indexer else backend.default_block_size
     block_size = config.cache.block_size or default_size
     if pooler is None:
@@ -578,6 +579,11 @@ def _dtype(name: str) -> torch.dtype:
 def _num_bytes(module: nn.Module) -> int:
     tensors = (*module.parameters(), *module.buffers())
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _indexer(config: EngineConfig, facts: ModelConfig) -> IndexerSpec | None:
+    """Indexer of a model in built-in code."""
+    return indexer_of(facts) if is_native(facts, config.model_impl) else None
 
 
 def _log_states(config: EngineConfig) -> None:

@@ -22,7 +22,7 @@ from config.engine import CacheConfig, EngineConfig
 from config.errors import ConfigError
 from config.model.architectures import decoder_spec
 from config.model.read_config import read_model_config
-from config.startup_checks import check_model_config
+from config.startup_checks import check_checkpoint
 from hpu.model_loader.size_estimate import context_bytes, kv_block_bytes
 from hpu.models.decoder import Decoder
 from hpu.quantization.kv_cache import Int8Format
@@ -183,8 +183,8 @@ def test_other_attention_is_refused(
 
 
 def test_the_blocks_of_the_cache_are_those_of_the_indexer(folder: Path) -> None:
-    check_model_config(EngineConfig(str(folder)), str(folder))
+    check_checkpoint(EngineConfig(str(folder)), str(folder))
     config = EngineConfig(str(folder), cache=CacheConfig(block_size=16))
 
     with pytest.raises(ConfigError, match=r"--block-size is 16, and the indexer .* of 4 keys"):
-        check_model_config(config, str(folder))
+        check_checkpoint(config, str(folder))
