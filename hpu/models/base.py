@@ -107,6 +107,12 @@ class CausalLM(nn.Module):
         """Cross-attention layers."""
         return []
 
+    def zero_non_finite(self) -> None:
+        """Zero what is not finite in attention from now on, so that a token does not see later
+        slots of its blocks, and carry it on by `non_finite_guard`. Called before the first launch.
+        """
+        raise NotImplementedError
+
     def read_contiguously(self) -> None:
         """From now on entry i of a decode describes block i of the caches, which are read as a
         single slice. Called once, before the first launch."""

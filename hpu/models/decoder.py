@@ -252,7 +252,7 @@ class Decoder(LoadableModel):
         if not stage.is_last:
             # The last stage scrubs the blocks of requests with non-finite logits; other stages
             # do not learn of such requests, so they zero non-finite values.
-            self._zero_non_finite()
+            self.zero_non_finite()
 
     def _shards_by_parameter(self) -> dict[str, list[Shard]]:
         """Shards of this rank by parameter."""
@@ -685,7 +685,7 @@ class Decoder(LoadableModel):
     def non_finite_guard(self) -> NonFiniteGuard | None:
         return self.model.guard
 
-    def _zero_non_finite(self) -> None:
+    def zero_non_finite(self) -> None:
         for attention in self.attention_layers:
             attention.zero_non_finite()
         if self.stage.is_last and self.model.guard is None:
@@ -791,7 +791,7 @@ class Decoder(LoadableModel):
 
     def read_contiguously(self) -> None:
         self.model.metadata.contiguous = True
-        self._zero_non_finite()
+        self.zero_non_finite()
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run on a device's fused kernels from now on. Called once, before the first launch."""
@@ -810,7 +810,7 @@ class Decoder(LoadableModel):
             attention.use_kernels(kernels, split_qkv=split_qkv)
         # Matrix products of the kernels sum over all blocks of a launch, with weight zero for
         # blocks of other sequences.
-        self._zero_non_finite()
+        self.zero_non_finite()
 
 
 def _router(moe: MoEConfig, spec: MoESpec) -> TopKRouter | SparseMixer:

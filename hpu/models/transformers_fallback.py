@@ -322,7 +322,7 @@ class TransformersModel(LoadableModel):
     def non_finite_guard(self) -> NonFiniteGuard | None:
         return self.guard
 
-    def _zero_non_finite(self) -> None:
+    def zero_non_finite(self) -> None:
         for attention in self.attention_layers:
             attention.zero_non_finite()
         if self.guard is None:
@@ -330,7 +330,7 @@ class TransformersModel(LoadableModel):
 
     def read_contiguously(self) -> None:
         self._contiguous = True
-        self._zero_non_finite()
+        self.zero_non_finite()
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
         """Run attention, and our RMS norms and experts, on a device's fused kernels from now on.
@@ -343,7 +343,7 @@ class TransformersModel(LoadableModel):
                 module.use_kernels(kernels)
         for attention in self.attention_layers:
             attention.use_kernels(kernels)
-        self._zero_non_finite()
+        self.zero_non_finite()
 
 
 def _refusal(config: ModelConfig, reason: str) -> ConfigError:

@@ -298,6 +298,9 @@ class CompiledDecoder(CausalLM):
     def cross_attentions(self) -> list[CrossAttention]:
         return self.model.cross_attentions
 
+    def zero_non_finite(self) -> None:
+        self.model.zero_non_finite()
+
     def read_contiguously(self) -> None:
         self.model.read_contiguously()
 

@@ -1,11 +1,14 @@
 """Drafts of a second model against the same engine without: float32, greedy or seeded, with chunks,
 prefix hits, preemptions and requests that come and go."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from drafting import MIXED, PROMPTS, ROOMY, SHAPE, choices, run
+from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 
 from config.errors import ConfigError
@@ -66,6 +69,27 @@ def test_the_drafter_is_rolled_back_and_starts_again_after_preemptions(folder: P
     assert choices(outputs) == choices(expected)
     assert stats.preemptions > 0
     assert counts["num_accepted_tokens"] == counts["num_draft_tokens"] > 100
+
+
+def test_a_draft_that_is_not_finite_is_rejected_alone(folder: Path, tmp_path: Path) -> None:
+    target, drafter, poison = tmp_path / "target", tmp_path / "drafter", 200
+    for copy in (target, drafter):
+        shutil.copytree(folder, copy)
+        tensors = load_file(copy / "model.safetensors")
+        tensors["model.embed_tokens.weight"][poison] = torch.nan
+        if copy == drafter:
+            # The drafter proposes the poison alone.
+            tensors["lm_head.weight"] *= 0.01
+            tensors["lm_head.weight"][poison] = 10 * tensors["model.norm.weight"]
+        save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    bias = {poison: -100.0}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias=bias)
+    expected, _ = run(target, params)
+
+    outputs, stats = run(target, params, **drafts(drafter))
+
+    assert choices(outputs) == choices(expected)
+    assert stats.spec_decode["num_draft_tokens"] > 40
 
 
 def test_a_prefix_that_the_target_has_cached_is_computed_by_the_drafter(folder: Path) -> None:
