@@ -370,7 +370,7 @@ class _Loading:
         assert isinstance(prepared, CausalLM), "a decoder stays a decoder"
         if reads_contiguously(config, backend, has_states=bool(prepared.state_specs())):
             prepared.read_contiguously()
-        if config.speculation.choose() is not None and backend.shares_host_memory:
+        if config.speculation.max_tokens_per_step() > 1 and backend.shares_host_memory:
             # A rejected draft that is not finite is in the same block as the tokens before it.
             prepared.zero_non_finite()
         return _Parts(prepared, weight_bytes + tower_bytes, kv_cache_format, tower, ring)
