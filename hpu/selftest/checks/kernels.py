@@ -12,6 +12,8 @@ BRIDGE = "HabanaAI/gaudi-pytorch-bridge"
 PLUGIN = "vllm-project/vllm-gaudi"
 UNFUSED = Fallback("prompt-use-fusedsdpa", ("off",))
 MASKED = -1e30
+WIDE = 192
+"""Head size of DeepSeek's prompts."""
 BFLOAT16 = 0.03
 """Tolerance of results in bfloat16."""
 
@@ -25,7 +27,7 @@ def _scores(card: Card, query: "Tensor", key: "Tensor", mask: "Tensor") -> "Tens
     """Masked scores on the CPU, (batch, heads, queries, keys)."""
     group = query.shape[1] // key.shape[1]
     keys = key.repeat_interleave(group, dim=1)
-    found: Tensor = query @ keys.transpose(-1, -2) * _scale(card) + mask
+    found: Tensor = query @ keys.transpose(-1, -2) * query.shape[-1] ** -0.5 + mask
     return found
 
 
@@ -48,15 +50,18 @@ def _operands(card: Card, rows: int, columns: int) -> "tuple[Tensor, Tensor, Ten
     )
 
 
-def _causal(card: Card, softmax_mode: str) -> Iterator[Comparison]:
+def _causal(
+    card: Card, softmax_mode: str, operands: "tuple[Tensor, Tensor, Tensor]"
+) -> Iterator[Comparison]:
     torch = card.torch
     fused = card.kernels().FusedSDPA
-    query, key, value = _operands(card, 32, 32)
+    query, key, value = operands
+    scale = query.shape[-1] ** -0.5
     lengths = [32, 11]
     given = [card.put(one.bfloat16()) for one in (query, key, value)]
     lengths_on_card = card.put(torch.tensor(lengths).int())
     found = fused.apply(
-        *given, None, 0.0, True, _scale(card), softmax_mode, True, lengths_on_card, "right"
+        *given, None, 0.0, True, scale, softmax_mode, True, lengths_on_card, "right"
     )
     mask = torch.full((32, 32), MASKED).triu(1)
     expected = _attention(card, query, key, value, mask)
@@ -67,11 +72,18 @@ def _causal(card: Card, softmax_mode: str) -> Iterator[Comparison]:
 
 
 def causal_attention(card: Card) -> Iterator[Comparison]:
-    return _causal(card, "fast")
+    return _causal(card, "fast", _operands(card, 32, 32))
 
 
 def float32_softmax(card: Card) -> Iterator[Comparison]:
-    return _causal(card, "fp32")
+    return _causal(card, "fp32", _operands(card, 32, 32))
+
+
+def wide_heads(card: Card) -> Iterator[Comparison]:
+    """Heads of latent attention: values are padded to the size of keys."""
+    query, key, value = (card.values(2, 4, 32, WIDE, seed=seed) for seed in range(3))
+    value[..., 128:] = 0
+    return _causal(card, "fast", (query, key, value))
 
 
 def masked_attention(card: Card) -> Iterator[Comparison]:
@@ -200,6 +212,40 @@ def experts(card: Card) -> Iterator[Comparison]:
     yield Comparison("experts in one call", found, expected, BFLOAT16)
 
 
+def experts_with_bias(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    card.need_kernel("mixture_of_experts.bias_fused_weights")
+    count, chosen = card.shape.num_experts, card.shape.experts_per_token
+    # Large enough for the limit of the activation.
+    hidden = card.values(6, 32, seed=1) * 4
+    w13, w2 = card.values(count, 32, 32, seed=2) / 8, card.values(count, 32, 16, seed=3) / 8
+    biases = card.values(count, 32, seed=6), card.values(count, 32, seed=7)
+    ids = torch.rand(6, count, generator=torch.Generator().manual_seed(5)).topk(chosen).indices
+    shares = card.values(6, chosen, seed=4).abs()
+    given = [card.put(one.bfloat16()) for one in (w13, w2, *biases)]
+    found = torch.ops.hpu.mixture_of_experts.bias_fused_weights(
+        hidden_states=card.put(hidden.bfloat16()),
+        expert_routing_table=card.put(ids),
+        router_weights=card.put(shares.bfloat16()),
+        w12=list(given[0]),
+        w3=list(given[1]),
+        w12_bias=list(given[2]),
+        w3_bias=list(given[3]),
+        permuted_weights=True,
+        experts_min=0,
+        experts_max=count - 1,
+    )
+    expected = torch.zeros(6, 32)
+    for token in range(6):
+        for number, share in zip(ids[token].tolist(), shares[token], strict=True):
+            both = w13[number] @ hidden[token] + biases[0][number]
+            gate, up = both[::2].clamp(max=7.0), both[1::2].clamp(-7.0, 7.0)
+            inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            expected[token] += share * (w2[number] @ inner + biases[1][number])
+    # Sums of bfloat16 products that cancel each other.
+    yield Comparison("experts with biases, as in gpt-oss", found, expected, 0.15)
+
+
 def fp8(card: Card) -> Iterator[Comparison]:
     torch = card.torch
     largest = card.generation.fp8_max
@@ -239,6 +285,14 @@ CHECKS = (
         program=masked_attention,
         fallbacks=(UNFUSED,),
         is_quick=True,
+    ),
+    Check(
+        name="fused-sdpa-wide",
+        assumption="FusedSDPA takes heads of 192 entries, with values padded to them (DeepSeek)",
+        source=f"{PLUGIN}, vllm_gaudi/attention/backends/hpu_attn.py",
+        program=wide_heads,
+        fallbacks=(UNFUSED,),
+        needs=("fused-sdpa",),
     ),
     Check(
         name="fused-sdpa-statistics",
@@ -281,6 +335,14 @@ CHECKS = (
         assumption="mixture_of_experts takes its fused_weights form by keywords, and int64 ids",
         source=f"{BRIDGE}, the kernel mixture_of_experts",
         program=experts,
+        fallbacks=(Fallback("fused-experts", ("off",)),),
+        is_quick=True,
+    ),
+    Check(
+        name="experts-with-bias",
+        assumption="bias_fused_weights computes the activation of gpt-oss (1.702, 7), interleaved",
+        source=f"{PLUGIN}, vllm_gaudi/extension/ops.py (VllmMixtureOfExpertsOp)",
+        program=experts_with_bias,
         fallbacks=(Fallback("fused-experts", ("off",)),),
         is_quick=True,
     ),

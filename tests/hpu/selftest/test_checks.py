@@ -43,10 +43,16 @@ def card(mode: str, folder: Path, shape: ModelShape | None = None, **config: Any
 def outcomes(mode: str, folder: Path, **config: Any) -> list[Ended]:
     """What all checks of a mode say, without those that need a check that does not hold."""
     found: dict[str, Ended] = {}
-    with card(mode, folder, **config) as opened:
-        for check in CHECKS:
-            if check.mode == mode and all(found[name].status == HOLDS for name in check.needs):
-                found[check.name] = run_check(check, opened)
+    pending = [check for check in CHECKS if check.mode == mode]
+    while pending:
+        # After a check that fails the others run in another process: here on another card.
+        with card(mode, folder, **config) as opened:
+            for check in list(pending):
+                pending.remove(check)
+                if all(name in found and found[name].status == HOLDS for name in check.needs):
+                    found[check.name] = run_check(check, opened)
+                    if found[check.name].status == FAILS:
+                        break
     return list(found.values())
 
 
