@@ -130,7 +130,7 @@ FAULTS: Mapping[str, OperatorFault | RuntimeFault] = {
     "fp8-casts": OperatorFault(("hpu::cast_to_fp8_v2",), _small_range),
     "compiled-cache-writes": OperatorFault(("aten::index_copy_",), _not_written, ("compiled",)),
     "collectives": OperatorFault(
-        ("c10d::allreduce_",), lambda run, args: [run(), [one.mul_(2) for one in args[0]]][0]
+        ("c10d::allreduce_",), lambda run, args: [run(), [tensor.mul_(2) for tensor in args[0]]][0]
     ),
     # Operators that run on the host in lazy mode.
     "index-reduce": RuntimeFault(("aten::index_reduce",)),

@@ -54,7 +54,7 @@ def answers(server: LiveServer) -> list[str]:
 
 
 def expected_answers(model: str) -> list[str]:
-    prompts = [{"prompt_token_ids": one} for one in ([5, 6, 7], list(range(20, 90)))]
+    prompts = [{"prompt_token_ids": tokens} for tokens in ([5, 6, 7], list(range(20, 90)))]
     sampling = SamplingParams(temperature=0, max_tokens=10)
     with LLM(model=model, dtype="float32", max_model_len=128, max_num_seqs=2) as llm:
         outputs = llm.generate(prompts, sampling, use_tqdm=False)

@@ -58,7 +58,7 @@ def _causal(
     query, key, value = operands
     scale = query.shape[-1] ** -0.5
     lengths = [32, 11]
-    given = [card.put(one.bfloat16()) for one in (query, key, value)]
+    given = [card.put(host.bfloat16()) for host in (query, key, value)]
     lengths_on_card = card.put(torch.tensor(lengths).int())
     found = fused.apply(
         *given, None, 0.0, True, scale, softmax_mode, True, lengths_on_card, "right"
@@ -93,7 +93,7 @@ def masked_attention(card: Card) -> Iterator[Comparison]:
     visible = torch.ones(16, 48, dtype=torch.bool).tril(32)
     visible[:, 20:32] = False
     mask = torch.zeros(2, 1, 16, 48).masked_fill(~visible, MASKED)
-    given = [card.put(one.bfloat16()) for one in (query, key, value, mask)]
+    given = [card.put(host.bfloat16()) for host in (query, key, value, mask)]
     found = fused.apply(*given, 0.0, False, _scale(card), "fast", True, None, "right")
     expected = _attention(card, query, key, value, mask)
     yield Comparison("attention with a mask over cached and new tokens", found, expected, BFLOAT16)
@@ -115,7 +115,7 @@ def _statistics(card: Card, num_rows: int) -> Iterator[Comparison]:
     else:
         grouped = query.view(batch, kv_heads, heads // kv_heads, rows, size)
         operands = grouped, key.unsqueeze(2), value.unsqueeze(2), mask.unsqueeze(1)
-    given = [card.put(one.bfloat16()) for one in operands]
+    given = [card.put(host.bfloat16()) for host in operands]
     out, highest, inverse, _ = torch.ops.hpu.sdpa_recomp_fwd(
         *given, 0.0, _scale(card), False, True, "fast", None, "right"
     )
@@ -147,7 +147,7 @@ def block_softmax(card: Card) -> Iterator[Comparison]:
     groups = torch.tensor([0, 1, 0, 0, -1]).int()
     highest = card.values(5, 2, 1, 1, 1, seed=1)
     sums = card.values(5, 2, 1, 1, 1, seed=2).abs() + 1
-    given = [card.put(one.bfloat16()) for one in (highest, sums)]
+    given = [card.put(host.bfloat16()) for host in (highest, sums)]
     found = torch.ops.hpu.block_softmax_adjustment(*given, card.put(groups), 2, list(highest.shape))
     expected = torch.zeros_like(highest)
     for request in (0, 1):
@@ -179,7 +179,7 @@ def rotary(card: Card) -> Iterator[Comparison]:
     cos, sin = (torch.cat((function(angles),) * 2, dim=-1) for function in (torch.cos, torch.sin))
     first, second = heads.chunk(2, -1)
     expected = heads * cos + torch.cat((-second, first), -1) * sin
-    given = [card.put(one.bfloat16()) for one in (heads, cos, sin)]
+    given = [card.put(host.bfloat16()) for host in (heads, cos, sin)]
     mode = kernels.RotaryPosEmbeddingMode.BLOCKWISE
     found = kernels.apply_rotary_pos_emb(*given, None, 0, mode)
     yield Comparison("rotary embedding of three dimensions", found, expected, BFLOAT16)
@@ -192,7 +192,7 @@ def experts(card: Card) -> Iterator[Comparison]:
     w13, w2 = card.values(count, 32, 32, seed=2) / 8, card.values(count, 32, 16, seed=3) / 8
     ids = torch.rand(6, count, generator=torch.Generator().manual_seed(5)).topk(chosen).indices
     shares = card.values(6, chosen, seed=4).abs()
-    stacked = [card.put(one.bfloat16()) for one in (w13, w2)]
+    stacked = [card.put(host.bfloat16()) for host in (w13, w2)]
     found = torch.ops.hpu.mixture_of_experts(
         hidden_states=card.put(hidden.bfloat16()),
         expert_routing_table=card.put(ids),
@@ -222,7 +222,7 @@ def experts_with_bias(card: Card) -> Iterator[Comparison]:
     biases = card.values(count, 32, seed=6), card.values(count, 32, seed=7)
     ids = torch.rand(6, count, generator=torch.Generator().manual_seed(5)).topk(chosen).indices
     shares = card.values(6, chosen, seed=4).abs()
-    given = [card.put(one.bfloat16()) for one in (w13, w2, *biases)]
+    given = [card.put(host.bfloat16()) for host in (w13, w2, *biases)]
     found = torch.ops.hpu.mixture_of_experts.bias_fused_weights(
         hidden_states=card.put(hidden.bfloat16()),
         expert_routing_table=card.put(ids),
