@@ -116,7 +116,12 @@ def test_the_table_of_checks_of_the_self_test_is_that_of_the_code() -> None:
 
     expected = [
         f"| `{check.name}` | {check.assumption} | "
-        + (" ".join(f"`{shown(one.setting, one.values[0])}`" for one in check.fallbacks) or "none")
+        + (
+            " ".join(
+                f"`{shown(fallback.setting, fallback.values[0])}`" for fallback in check.fallbacks
+            )
+            or "none"
+        )
         + f" | {'yes' if check.is_quick else 'no'} |"
         for check in sorted(all_checks().values(), key=lambda check: check.name)
     ]

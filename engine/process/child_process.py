@@ -5,6 +5,7 @@ the parent dies, even by kill -9, and the child exits: no process is orphaned.
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -37,6 +38,8 @@ FAULTS = frozenset(
 """Signals that are caused by the code that a process executes."""
 
 _LENGTH = struct.Struct("<Q")
+_PR_SET_PDEATHSIG = 1
+"""prctl(2): option that sets the signal a process gets when its parent dies."""
 
 # Run with -c rather than -m: the current directory must not come first in the path (a user's
 # config.py would win), and the signals must be ignored from the first moment.
@@ -198,6 +201,12 @@ def exit_with_parent(clean_up: Callable[[], None] = lambda: None) -> None:
         os._exit(PARENT_DIED)
 
     threading.Thread(target=wait_for_parent, name="parent", daemon=True).start()
+
+
+def die_with_parent() -> None:
+    """In the child: the kernel kills this process when the thread that started it ends, even while
+    native code runs."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def install_stop_handler() -> None:

@@ -6,7 +6,6 @@ which frees its memory. A fork costs 4 ms from a process of 120 MiB.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import logging
@@ -29,7 +28,7 @@ import msgspec
 from config.errors import EngineDied, Overloaded, UserError
 from config.loading.env import environment
 from config.native import panics_as_errors
-from engine.process.child_process import FAULTS, describe_exit, python_command
+from engine.process.child_process import FAULTS, describe_exit, die_with_parent, python_command
 
 logger = logging.getLogger(__name__)
 
@@ -312,8 +311,6 @@ def _why(code: int, limits: Limits) -> str:
 
 
 _OUT_OF_MEMORY = 17
-_PR_SET_PDEATHSIG = 1
-"""prctl(2): option that sets the signal a process gets when its parent dies."""
 
 
 def main() -> None:
@@ -399,7 +396,7 @@ class _Server:
         code = 1
         try:
             # A replaced fork server is killed; without this, a stopped fork would remain.
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()

@@ -168,7 +168,9 @@ def _selftest(machine: Machine, config: EngineConfig) -> Finding:
         if not wrong:
             return Finding(OK, "self-test", what)
         settings = [
-            shown(one.setting, one.values[0]) for result in wrong for one in result.fallbacks
+            shown(fallback.setting, fallback.values[0])
+            for result in wrong
+            for fallback in result.fallbacks
         ]
         do = "`serve` sets by itself what avoids them, unless you have set it: "
         return Finding(WARN, "self-test", what, do + " ".join(dict.fromkeys(settings)))

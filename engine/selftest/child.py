@@ -6,7 +6,12 @@ import msgspec
 
 from config.loading.env import environment
 from config.log import setup as setup_log
-from engine.process.child_process import bound_exit, exit_with_parent, read_orders
+from engine.process.child_process import (
+    bound_exit,
+    die_with_parent,
+    exit_with_parent,
+    read_orders,
+)
 from hpu.selftest.base import Orders
 from hpu.selftest.harness import run
 
@@ -17,6 +22,8 @@ def main() -> None:
     # What libraries print goes to stderr.
     reports = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
+    # A check may hang in native code, where no thread of Python runs.
+    die_with_parent()
     exit_with_parent()
     setup_log("selftest")
     for report in run(orders, dict(environment())):

@@ -88,7 +88,7 @@ class SelfTest(msgspec.Struct, frozen=True):
 def result_of(check: Check, status: str, detail: str, seconds: float = 0.0) -> CheckResult:
     """The result of `check`, with its fallbacks if it is wrong."""
     is_wrong = status in (FAILS, HANGS)
-    fallbacks = tuple(Setting(*one) for one in check.fallbacks) if is_wrong else ()
+    fallbacks = tuple(Setting(*fallback) for fallback in check.fallbacks) if is_wrong else ()
     return CheckResult(check.name, status, detail, round(seconds, 3), fallbacks)
 
 
@@ -142,14 +142,14 @@ def _is_known(result: CheckResult, checks: Mapping[str, Check], path: Path) -> b
 def _checked(result: CheckResult, check: Check, path: Path) -> CheckResult:
     """`result` with the fallbacks that its check has."""
     kept = []
-    for one in result.fallbacks:
-        if Fallback(one.setting, one.values) in check.fallbacks and result.is_wrong:
-            kept.append(one)
+    for fallback in result.fallbacks:
+        if Fallback(fallback.setting, fallback.values) in check.fallbacks and result.is_wrong:
+            kept.append(fallback)
         else:
             logger.warning(
                 "The self-test %s: the fallback %s of %s is unknown, and refused",
                 path,
-                one.setting,
+                fallback.setting,
                 result.name,
             )
     return msgspec.structs.replace(result, fallbacks=tuple(kept))

@@ -141,7 +141,7 @@ class Runner:
                     self._add(result_of(by_name[name], stopped.status, stopped.detail))
 
     def _left(self, pending: list[Check]) -> list[Check]:
-        """Checks without a result; those that cannot run get one."""
+        """Checks without a result; checks that cannot run get a result."""
         for check in pending:
             if check.name in self.results:
                 continue
@@ -154,7 +154,7 @@ class Runner:
             if missing:
                 reason = f"it needs {', '.join(missing)}"
             elif check.num_ranks > self._place.num_cards:
-                reason = f"it needs {check.num_ranks} cards, {self._place.num_cards} are here"
+                reason = f"it needs {check.num_ranks} cards, visible: {self._place.num_cards}"
             elif time.monotonic() >= self._end:
                 reason = f"no time was left of {self._budget_s:g} s"
             if reason:
@@ -162,7 +162,7 @@ class Runner:
         return [check for check in pending if check.name not in self.results]
 
     def _run_children(self, pending: list[Check], folder: str, stderr: IO[bytes]) -> Stopped:
-        """Run checks until one does not hold. A card that is still busy is tried again."""
+        """Run checks until a check does not hold. A card that is still busy is tried again."""
         deadline = time.monotonic() + RELEASE_LIMIT_S
         while True:
             children = self._start(pending, folder, stderr)

@@ -27,7 +27,7 @@ from hpu.doctor.machine import Machine
 from hpu.doctor.preflight import check_start, preflight
 from hpu.doctor.software import driver_version
 from hpu.emulator.settings import EmulatorConfig
-from hpu.selftest.base import ModelShape, Orders, all_checks
+from hpu.selftest.base import UNKNOWN, ModelShape, Orders, all_checks
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,9 @@ def run_selftest(
     checks = [check for check in all_checks().values() if check.is_quick or not is_quick]
     runner = Runner(place, QUICK_BUDGET_S if is_quick else BUDGET_S, on_result)
     found = SelfTest(identity_of(config, machine), is_quick, tuple(runner.run(checks)))
-    write(env.selftest_file(config), found)
+    # A card that could not be opened is tried again at the next start.
+    if found.count(UNKNOWN) < len(found.results):
+        write(env.selftest_file(config), found)
     return found
 
 
@@ -179,8 +181,8 @@ def choices_for(loaded: Loaded, given: Loaded, found: SelfTest) -> list[Choice]:
     num_ranks = loaded.engine.parallel.world_size
     checks = all_checks()
     # A check of several cards does not concern a model on fewer cards.
-    results = [one for one in found.results if checks[one.name].num_ranks <= num_ranks]
-    named = {one.setting for result in results for one in result.fallbacks}
+    results = [result for result in found.results if checks[result.name].num_ranks <= num_ranks]
+    named = {fallback.setting for result in results for fallback in result.fallbacks}
     return select(results, dict(_in_use(loaded, given, named)))
 
 

@@ -99,6 +99,11 @@ def _sdpa(applies: "Callable[[Tensor | None, bool, bool, str], bool]") -> Effect
     return effect
 
 
+def _wide(run: Run, args: tuple[Value, ...]) -> Value:
+    out, *statistics = run()
+    return (out * -0.5 if args[0].shape[-1] >= 192 else out, *statistics)
+
+
 def _rows(mask: "Tensor | None") -> int:
     return 0 if mask is None else mask.shape[-2]
 
@@ -119,6 +124,7 @@ FAULTS: Mapping[str, OperatorFault | RuntimeFault] = {
     "fused-sdpa-mask": OperatorFault(
         SDPA, _sdpa(lambda mask, causal, statistics, mode: _rows(mask) > 0 and not statistics)
     ),
+    "fused-sdpa-wide": OperatorFault(SDPA, _wide),
     "fused-sdpa-statistics": OperatorFault(
         SDPA, _sdpa(lambda mask, causal, statistics, mode: _rows(mask) > 1 and statistics)
     ),
@@ -128,11 +134,12 @@ FAULTS: Mapping[str, OperatorFault | RuntimeFault] = {
     "block-softmax": OperatorFault(("hpu::block_softmax_adjustment",), _scaled),
     "rms-norm": OperatorFault(("hpu::rms_norm", "hpu::rms_norm_fast"), _scaled),
     "rotary": OperatorFault(("hpu::rotary_pos_embedding",), _scaled),
-    "experts": OperatorFault(("hpu::mixture_of_experts",), _scaled),
+    "experts": OperatorFault(("hpu::mixture_of_experts.fused_weights",), _scaled),
+    "experts-with-bias": OperatorFault(("hpu::mixture_of_experts.bias_fused_weights",), _scaled),
     "fp8-casts": OperatorFault(("hpu::cast_to_fp8_v2",), _small_range),
     "compiled-cache-writes": OperatorFault(("aten::index_copy_",), _not_written, ("compiled",)),
     "collectives": OperatorFault(
-        ("c10d::allreduce_",), lambda run, args: [run(), [one.mul_(2) for one in args[0]]][0]
+        ("c10d::allreduce_",), lambda run, args: [run(), [tensor.mul_(2) for tensor in args[0]]][0]
     ),
     # Operators that run on the host in lazy mode.
     "index-reduce": RuntimeFault(("aten::index_reduce",)),
@@ -141,6 +148,8 @@ FAULTS: Mapping[str, OperatorFault | RuntimeFault] = {
     "compiled-guards": RuntimeFault(),
     "events": RuntimeFault(),
     "graph-cache-writes": RuntimeFault(),
+    "graph-cache-slices": RuntimeFault(),
+    "graph-failures": RuntimeFault(),
     "graph-inputs": RuntimeFault(),
     "graph-marks": RuntimeFault(),
     "graph-memory": RuntimeFault(),
@@ -169,13 +178,14 @@ def check_names(faults: Collection[str]) -> None:
 
 
 def run(faults: Collection[str], name: str, mode: str, run: Run, args: tuple[Value, ...]) -> Value:
-    """Run the operator `name` in `mode` on a card with `faults`."""
+    """Run the operator `name`, with its overload, in `mode` on a card with `faults`. A fault of
+    operators without an overload concerns all their overloads."""
     for fault in faults:
         own, _, ending = fault.partition(":")
         found = FAULTS[own]
         if not isinstance(found, OperatorFault):
             continue
-        if name in found.operators and mode in found.modes:
+        if not {name, name.partition(".")[0]}.isdisjoint(found.operators) and mode in found.modes:
             misbehave(ending)
             return found.effect(run, args)
     return run()

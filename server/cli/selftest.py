@@ -86,7 +86,7 @@ def _models(loaded: Loaded) -> tuple[ModelConfig, ...]:
 def row(result: CheckResult) -> str:
     """The line of a check: its outcome, what it found, and what avoids a failure."""
     text = f"  {result.status:<8} {result.name:<22} {result.seconds:7.2f} s  {result.detail}"
-    words = [shown(one.setting, one.values[0]) for one in result.fallbacks]
+    words = [shown(fallback.setting, fallback.values[0]) for fallback in result.fallbacks]
     if result.is_wrong:
         text += f"\n{'':>11}fallback: {', '.join(words) or 'no setting avoids it'}"
     return text.rstrip()
@@ -105,8 +105,10 @@ def _with_choices(loaded: Loaded, given: Loaded, found: SelfTest) -> Loaded:
     choices = choices_for(loaded, given, found)
     log_choices(choices)
     chosen = [choice for choice in choices if not choice.problem]
-    set_missing({one.setting: one.value for one in chosen if one.setting.isupper()})
-    flags = [shown(one.setting, one.value) for one in chosen if not one.setting.isupper()]
+    set_missing({choice.setting: choice.value for choice in chosen if choice.setting.isupper()})
+    flags = [
+        shown(choice.setting, choice.value) for choice in chosen if not choice.setting.isupper()
+    ]
     return load([*loaded.words, *flags], default_model=loaded.engine.model) if flags else loaded
 
 

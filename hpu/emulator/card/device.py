@@ -295,9 +295,10 @@ class Device:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
+        overload = getattr(func, "_overloadname", "")
         mode = "compiled" if self.in_region else "lazy" if self.is_lazy() else "eager"
         run = functools.partial(rules.run, func, args, kwargs, self._report_misuse)
-        return faults.run(self.config.faults, name, mode, run, args)
+        return faults.run(self.config.faults, f"{name}.{overload}", mode, run, args)
 
     def has_fault(self, name: str) -> bool:
         """Whether this card breaks the assumption `name`."""

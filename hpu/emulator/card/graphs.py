@@ -116,6 +116,10 @@ class HPUGraph:
         self._is_static = True
         self._is_dry = False
         """Whether nothing runs during capture, so that intermediates allocate no memory."""
+        self._follows_failure = False
+        """Whether the process was still in the dry run of a capture that failed."""
+        self._first_slices: dict[int, list[Tensor]] = {}
+        """First results of slices, by their slot, for a card whose slices are constants."""
         self._first_inputs: dict[int, Tensor] = {}
         """Copies of the inputs of the capture, by slot, for a card whose views are constants."""
         device.graphs.add(self)
@@ -147,6 +151,7 @@ class HPUGraph:
         device.close_segment()
         if device.is_serving:
             device.counters.misuse("capture_after_warmup", "a new graph is captured while serving")
+        self._follows_failure = device.is_dry_run
         self._is_dry = device.is_dry_run = dry_run
         device.recording = self
 
@@ -164,7 +169,7 @@ class HPUGraph:
                 f"nodes, at most {most}"
             )
         self._graph_memory = device.memory.allocate(device.config.graph_bytes)
-        device.is_dry_run = False
+        device.is_dry_run = self._follows_failure and device.has_fault("graph-failures")
         device.counters.counts["captures"] += 1
 
     def add(self, func: Any, args: Any, kwargs: Any, result: Any, used: list[Allocation]) -> None:
@@ -356,7 +361,16 @@ class HPUGraph:
             args = (args[0].clone(), *args[1:])
         if name == "c10d::allreduce_" and self._device.has_fault("captured-collectives"):
             return tensors_in(args)
-        return tensors_in(self._device.kernel(step.func, args, kwargs))
+        found = tensors_in(self._device.kernel(step.func, args, kwargs))
+        if name == "aten::slice" and self._repeats_slice(step):
+            first = [value.clone() for value in found]
+            return self._first_slices.setdefault(step.results[0], first)
+        return found
+
+    def _repeats_slice(self, step: Step) -> bool:
+        """Whether a slice, which is of no input, is a constant of the graph: a fault."""
+        is_of_input = step.args[0].number in self._input_slots
+        return not is_of_input and self._device.has_fault("graph-cache-slices")
 
     @property
     def _loses_writes(self) -> bool:

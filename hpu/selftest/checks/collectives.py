@@ -46,7 +46,7 @@ def captured(card: Card) -> Iterator[Comparison]:
     graph = card.graph(function)
     given = card.put(card.values(64))
     for number in range(3):
-        hosts = [card.values(64, seed=2 * number + one) for one in range(NUM_RANKS)]
+        hosts = [card.values(64, seed=2 * number + owner) for owner in range(NUM_RANKS)]
         given.copy_(hosts[rank])
         expected = (hosts[0] + hosts[1]) * 2 + 1
         yield Comparison(f"sum in a graph, call {number}", graph(given), expected)

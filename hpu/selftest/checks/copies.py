@@ -12,7 +12,7 @@ HOST_COPIES = LOCKSTEP
 """What avoids copies on a second stream. A setting that selects another way to copy belongs here.
 """
 SENTINEL = -7_654_321
-ARRIVAL_TIMEOUT_S = 2.0
+ARRIVAL_TIMEOUT_S = 1.0
 NUM_COPIES = 8
 
 

@@ -1,5 +1,7 @@
 """Checks of captured graphs, which hpu-graphs replays for each launch."""
 
+import contextlib
+import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -91,6 +93,44 @@ def views(card: Card) -> Iterator[Comparison]:
         yield Comparison(f"a view at an offset, call {number}", slots, packed[6:14].view(2, 4) + 1)
 
 
+def slices(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    expected = torch.zeros(32, 8)
+    cache = card.put(expected)
+
+    def write(rows: "Tensor", slots: "Tensor") -> "Tensor":
+        cache.index_copy_(0, slots, rows)
+        return cache[8:24] * 2
+
+    graph = card.graph(write)
+    rows_on_card, slots_on_card = card.put(card.values(4, 8)), card.put(torch.arange(4).int())
+    for number in range(3):
+        rows, slots = card.values(4, 8, seed=number), torch.arange(number, 32, 8).int()
+        rows_on_card.copy_(rows)
+        slots_on_card.copy_(slots)
+        expected.index_copy_(0, slots.long(), rows)
+        found = graph(rows_on_card, slots_on_card)
+        yield Comparison(f"a slice of the cache, call {number}", found, expected[8:24] * 2)
+
+
+def after_failure(card: Card) -> Iterator[Comparison]:
+    rows = card.values(4, 16)
+    given = card.put(rows)
+
+    def function(x: "Tensor") -> "Tensor":
+        raise RuntimeError(f"the check stops a capture of {(x * 2).shape}")
+
+    # The unfinished graph is destroyed with the wrapper and the error.
+    with contextlib.suppress(RuntimeError):
+        card.graph(function)(given)
+    gc.collect()
+    card.synchronize()
+    small = card.graph(lambda x: x + 1)
+    yield Comparison("a graph after a capture that failed", small(given), rows + 1)
+    yield Comparison("its replay", small(given), rows + 1)
+    yield Comparison("a launch after it", given * 3, rows * 3)
+
+
 def marks(card: Card) -> Iterator[Comparison]:
     def function(x: "Tensor") -> "Tensor":
         doubled = x * 2
@@ -159,6 +199,22 @@ CHECKS = (
         fallbacks=(OTHER_MODE,),
         needs=("graph-replay",),
         is_quick=True,
+    ),
+    Check(
+        name="graph-cache-slices",
+        assumption="a capture that writes to the KV cache may read a slice of it",
+        source="vllm-project/vllm-gaudi, vllm_gaudi/extension/cache_ops.py",
+        program=slices,
+        fallbacks=(Fallback("contiguous-pa", ("off",)),),
+        needs=("graph-cache-writes",),
+    ),
+    Check(
+        name="graph-failures",
+        assumption="after a capture that raised an error, a small capture makes launches run again",
+        source=f"{BRIDGE}, backend/habana_device/HPUGraph.cpp",
+        program=after_failure,
+        fallbacks=(OTHER_MODE,),
+        needs=("graph-replay",),
     ),
     Check(
         name="graph-marks",

@@ -12,6 +12,8 @@ BRIDGE = "HabanaAI/gaudi-pytorch-bridge"
 PLUGIN = "vllm-project/vllm-gaudi"
 UNFUSED = Fallback("prompt-use-fusedsdpa", ("off",))
 MASKED = -1e30
+WIDE = 192
+"""Head size of DeepSeek's prompts."""
 BFLOAT16 = 0.03
 """Tolerance of results in bfloat16."""
 
@@ -25,7 +27,7 @@ def _scores(card: Card, query: "Tensor", key: "Tensor", mask: "Tensor") -> "Tens
     """Masked scores on the CPU, (batch, heads, queries, keys)."""
     group = query.shape[1] // key.shape[1]
     keys = key.repeat_interleave(group, dim=1)
-    found: Tensor = query @ keys.transpose(-1, -2) * _scale(card) + mask
+    found: Tensor = query @ keys.transpose(-1, -2) * query.shape[-1] ** -0.5 + mask
     return found
 
 
@@ -48,15 +50,18 @@ def _operands(card: Card, rows: int, columns: int) -> "tuple[Tensor, Tensor, Ten
     )
 
 
-def _causal(card: Card, softmax_mode: str) -> Iterator[Comparison]:
+def _causal(
+    card: Card, softmax_mode: str, operands: "tuple[Tensor, Tensor, Tensor]"
+) -> Iterator[Comparison]:
     torch = card.torch
     fused = card.kernels().FusedSDPA
-    query, key, value = _operands(card, 32, 32)
+    query, key, value = operands
+    scale = query.shape[-1] ** -0.5
     lengths = [32, 11]
-    given = [card.put(one.bfloat16()) for one in (query, key, value)]
+    given = [card.put(host.bfloat16()) for host in (query, key, value)]
     lengths_on_card = card.put(torch.tensor(lengths).int())
     found = fused.apply(
-        *given, None, 0.0, True, _scale(card), softmax_mode, True, lengths_on_card, "right"
+        *given, None, 0.0, True, scale, softmax_mode, True, lengths_on_card, "right"
     )
     mask = torch.full((32, 32), MASKED).triu(1)
     expected = _attention(card, query, key, value, mask)
@@ -67,11 +72,18 @@ def _causal(card: Card, softmax_mode: str) -> Iterator[Comparison]:
 
 
 def causal_attention(card: Card) -> Iterator[Comparison]:
-    return _causal(card, "fast")
+    return _causal(card, "fast", _operands(card, 32, 32))
 
 
 def float32_softmax(card: Card) -> Iterator[Comparison]:
-    return _causal(card, "fp32")
+    return _causal(card, "fp32", _operands(card, 32, 32))
+
+
+def wide_heads(card: Card) -> Iterator[Comparison]:
+    """Heads of latent attention: values are padded to the size of keys."""
+    query, key, value = (card.values(2, 4, 32, WIDE, seed=seed) for seed in range(3))
+    value[..., 128:] = 0
+    return _causal(card, "fast", (query, key, value))
 
 
 def masked_attention(card: Card) -> Iterator[Comparison]:
@@ -81,7 +93,7 @@ def masked_attention(card: Card) -> Iterator[Comparison]:
     visible = torch.ones(16, 48, dtype=torch.bool).tril(32)
     visible[:, 20:32] = False
     mask = torch.zeros(2, 1, 16, 48).masked_fill(~visible, MASKED)
-    given = [card.put(one.bfloat16()) for one in (query, key, value, mask)]
+    given = [card.put(host.bfloat16()) for host in (query, key, value, mask)]
     found = fused.apply(*given, 0.0, False, _scale(card), "fast", True, None, "right")
     expected = _attention(card, query, key, value, mask)
     yield Comparison("attention with a mask over cached and new tokens", found, expected, BFLOAT16)
@@ -103,7 +115,7 @@ def _statistics(card: Card, num_rows: int) -> Iterator[Comparison]:
     else:
         grouped = query.view(batch, kv_heads, heads // kv_heads, rows, size)
         operands = grouped, key.unsqueeze(2), value.unsqueeze(2), mask.unsqueeze(1)
-    given = [card.put(one.bfloat16()) for one in operands]
+    given = [card.put(host.bfloat16()) for host in operands]
     out, highest, inverse, _ = torch.ops.hpu.sdpa_recomp_fwd(
         *given, 0.0, _scale(card), False, True, "fast", None, "right"
     )
@@ -135,7 +147,7 @@ def block_softmax(card: Card) -> Iterator[Comparison]:
     groups = torch.tensor([0, 1, 0, 0, -1]).int()
     highest = card.values(5, 2, 1, 1, 1, seed=1)
     sums = card.values(5, 2, 1, 1, 1, seed=2).abs() + 1
-    given = [card.put(one.bfloat16()) for one in (highest, sums)]
+    given = [card.put(host.bfloat16()) for host in (highest, sums)]
     found = torch.ops.hpu.block_softmax_adjustment(*given, card.put(groups), 2, list(highest.shape))
     expected = torch.zeros_like(highest)
     for request in (0, 1):
@@ -167,7 +179,7 @@ def rotary(card: Card) -> Iterator[Comparison]:
     cos, sin = (torch.cat((function(angles),) * 2, dim=-1) for function in (torch.cos, torch.sin))
     first, second = heads.chunk(2, -1)
     expected = heads * cos + torch.cat((-second, first), -1) * sin
-    given = [card.put(one.bfloat16()) for one in (heads, cos, sin)]
+    given = [card.put(host.bfloat16()) for host in (heads, cos, sin)]
     mode = kernels.RotaryPosEmbeddingMode.BLOCKWISE
     found = kernels.apply_rotary_pos_emb(*given, None, 0, mode)
     yield Comparison("rotary embedding of three dimensions", found, expected, BFLOAT16)
@@ -180,7 +192,7 @@ def experts(card: Card) -> Iterator[Comparison]:
     w13, w2 = card.values(count, 32, 32, seed=2) / 8, card.values(count, 32, 16, seed=3) / 8
     ids = torch.rand(6, count, generator=torch.Generator().manual_seed(5)).topk(chosen).indices
     shares = card.values(6, chosen, seed=4).abs()
-    stacked = [card.put(one.bfloat16()) for one in (w13, w2)]
+    stacked = [card.put(host.bfloat16()) for host in (w13, w2)]
     found = torch.ops.hpu.mixture_of_experts(
         hidden_states=card.put(hidden.bfloat16()),
         expert_routing_table=card.put(ids),
@@ -198,6 +210,40 @@ def experts(card: Card) -> Iterator[Comparison]:
             gate, up = (w13[number] @ hidden[token]).chunk(2)
             expected[token] += share * (w2[number] @ (torch.nn.functional.silu(gate) * up))
     yield Comparison("experts in one call", found, expected, BFLOAT16)
+
+
+def experts_with_bias(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    card.need_kernel("mixture_of_experts.bias_fused_weights")
+    count, chosen = card.shape.num_experts, card.shape.experts_per_token
+    # Large enough for the limit of the activation.
+    hidden = card.values(6, 32, seed=1) * 4
+    w13, w2 = card.values(count, 32, 32, seed=2) / 8, card.values(count, 32, 16, seed=3) / 8
+    biases = card.values(count, 32, seed=6), card.values(count, 32, seed=7)
+    ids = torch.rand(6, count, generator=torch.Generator().manual_seed(5)).topk(chosen).indices
+    shares = card.values(6, chosen, seed=4).abs()
+    given = [card.put(host.bfloat16()) for host in (w13, w2, *biases)]
+    found = torch.ops.hpu.mixture_of_experts.bias_fused_weights(
+        hidden_states=card.put(hidden.bfloat16()),
+        expert_routing_table=card.put(ids),
+        router_weights=card.put(shares.bfloat16()),
+        w12=list(given[0]),
+        w3=list(given[1]),
+        w12_bias=list(given[2]),
+        w3_bias=list(given[3]),
+        permuted_weights=True,
+        experts_min=0,
+        experts_max=count - 1,
+    )
+    expected = torch.zeros(6, 32)
+    for token in range(6):
+        for number, share in zip(ids[token].tolist(), shares[token], strict=True):
+            both = w13[number] @ hidden[token] + biases[0][number]
+            gate, up = both[::2].clamp(max=7.0), both[1::2].clamp(-7.0, 7.0)
+            inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            expected[token] += share * (w2[number] @ inner + biases[1][number])
+    # Sums of bfloat16 products that cancel each other.
+    yield Comparison("experts with biases, as in gpt-oss", found, expected, 0.15)
 
 
 def fp8(card: Card) -> Iterator[Comparison]:
@@ -241,6 +287,14 @@ CHECKS = (
         is_quick=True,
     ),
     Check(
+        name="fused-sdpa-wide",
+        assumption="FusedSDPA takes heads of 192 entries, with values padded to them (DeepSeek)",
+        source=f"{PLUGIN}, vllm_gaudi/attention/backends/hpu_attn.py",
+        program=wide_heads,
+        fallbacks=(UNFUSED,),
+        needs=("fused-sdpa",),
+    ),
+    Check(
         name="fused-sdpa-statistics",
         assumption="the statistics of sdpa_recomp_fwd are those of a mask with a row a query",
         source=f"{BRIDGE}, hpu_ops/sdpa_gen.cpp",
@@ -281,6 +335,14 @@ CHECKS = (
         assumption="mixture_of_experts takes its fused_weights form by keywords, and int64 ids",
         source=f"{BRIDGE}, the kernel mixture_of_experts",
         program=experts,
+        fallbacks=(Fallback("fused-experts", ("off",)),),
+        is_quick=True,
+    ),
+    Check(
+        name="experts-with-bias",
+        assumption="bias_fused_weights computes the activation of gpt-oss (1.702, 7), interleaved",
+        source=f"{PLUGIN}, vllm_gaudi/extension/ops.py (VllmMixtureOfExpertsOp)",
+        program=experts_with_bias,
         fallbacks=(Fallback("fused-experts", ("off",)),),
         is_quick=True,
     ),

@@ -19,7 +19,7 @@ def _on_card(
     card: Card, what: str, function: "Callable[..., Tensor]", *given: "Tensor"
 ) -> Comparison:
     """`function` on the card against the CPU, which gets int64 in place of int32 indices."""
-    on_host = [one.long() if one.dtype == card.torch.int32 else one for one in given]
+    on_host = [host.long() if host.dtype == card.torch.int32 else host for host in given]
     return Comparison(what, function(*map(card.put, given)), function(*on_host))
 
 

@@ -36,7 +36,7 @@ FOUND = SelfTest(
 
 def test_every_fallback_is_a_setting_and_a_value_that_it_takes() -> None:
     flags = {flag.key: flag for flag in FLAGS}
-    for fallback in {one for check in CHECKS.values() for one in check.fallbacks}:
+    for fallback in {fallback for check in CHECKS.values() for fallback in check.fallbacks}:
         if Setting(*fallback).is_variable:
             assert fallback.setting.startswith("PT_")
             continue
@@ -138,7 +138,7 @@ def test_a_check_of_two_cards_does_not_concern_a_model_on_one_card() -> None:
     alone, pair = emulated(), emulated("--tensor-parallel-size", "2")
 
     assert choices_for(alone, alone, found) == []
-    assert [one.value for one in choices_for(pair, pair, found)] == ["torch-compile"]
+    assert [choice.value for choice in choices_for(pair, pair, found)] == ["torch-compile"]
 
 
 def test_a_fallback_of_a_check_that_holds_is_refused(
@@ -187,7 +187,10 @@ def emulated(*words: str, environ: dict[str, str] | None = None) -> Loaded:
 
 
 def choices(loaded: Loaded) -> dict[str, tuple[str, str]]:
-    return {one.setting: (one.value, one.problem) for one in choices_for(loaded, loaded, FOUND)}
+    return {
+        choice.setting: (choice.value, choice.problem)
+        for choice in choices_for(loaded, loaded, FOUND)
+    }
 
 
 def test_choices_follow_the_mode_in_use_and_the_users_settings(
@@ -242,6 +245,23 @@ def test_a_start_uses_a_stored_result_and_runs_nothing_on_a_cpu_or_an_emulated_c
     assert at_start(emulated("--cache-dir", str(tmp_path), "--selftest", "off"), here) == ()
     with pytest.raises(AssertionError, match="the self-test runs"):
         at_start(emulated("--cache-dir", str(tmp_path / "new"), "--selftest", "on"), here)
+
+
+def test_a_result_without_any_outcome_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, here = emulated("--cache-dir", str(tmp_path)), machine(tmp_path)
+    unknown = result_of(CHECKS["uploads"], UNKNOWN, "Device already acquired")
+    monkeypatch.setattr(start.Runner, "run", lambda self, checks: [unknown])
+    monkeypatch.delenv("PT_HPU_RECIPE_CACHE_CONFIG", raising=False)
+    place = start.place_of(loaded.engine, here)
+
+    found = start.run_selftest(
+        loaded.engine, here, place, is_quick=True, on_result=lambda result: None
+    )
+
+    assert found.results == (unknown,)
+    assert start.stored(loaded.engine, here) == ()
 
 
 def test_the_report_holds_versions_and_variables_and_no_secret(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_check_is_unknown_without_what_it_needs(run: Run) -> None:
 
     assert statuses(results) == {"fail": "fails", "a": "unknown", "b": "unknown"}
     assert results[1].detail == "it needs fail"
-    assert results[2].detail == "it needs 2 cards, 1 are here"
+    assert results[2].detail == "it needs 2 cards, visible: 1"
 
 
 def test_a_check_of_two_ranks_holds_if_it_holds_on_both(run: Run) -> None:
