@@ -364,7 +364,7 @@ class MultiprocExecutor:
 
     def _log_stall(self) -> None:
         """Name the bucket of each worker: a difference shows ranks that wait for each other."""
-        places = (f"{one.name}: {one.bucket or 'no bucket'}" for one in self._workers)
+        places = (f"{each.name}: {each.bucket or 'no bucket'}" for each in self._workers)
         logger.warning("The start has not moved for %.0f s, %s", STALLED_S, "; ".join(places))
 
     def _cause(self, failure: WorkerFailed) -> ConfigError | EngineDied:
