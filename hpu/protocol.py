@@ -339,6 +339,8 @@ class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):
     total: int
     left_s: float = 0.0
     """Estimated seconds left; 0 if unknown."""
+    bucket: str = ""
+    """The bucket that this worker prepares now, for the log; empty if unknown."""
 
 
 MAX_REFERENCES = 3

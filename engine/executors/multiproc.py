@@ -2,6 +2,7 @@
 sends to all workers and a single socket receives from all workers, so the work of the engine's
 thread does not grow with their number. The launcher decides where the processes run."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -36,10 +37,16 @@ from hpu.protocol import (
     WorkerReady,
 )
 
+logger = logging.getLogger(__name__)
+
 LAST_MESSAGE_S = 0.2
 """Maximum wait for the last message of a dead worker; seconds."""
 
 STOP_TIMEOUT_S = 5.0
+
+STALLED_S = 300.0
+"""Time without any message during a start, after which the log names the bucket of each worker.
+More than a compilation takes; ranks that disagree wait for each other forever."""
 
 
 class WorkerProcess:
@@ -53,6 +60,8 @@ class WorkerProcess:
     ) -> None:
         self.name = f"worker {orders.ranks.rank}"
         self.child = launcher.launch(self.name, orders, on_exit)
+        self.bucket = ""
+        """The bucket that the worker prepares, while it starts."""
         self.messages: deque[FromWorker] = deque()
         """Received messages that were not taken yet: at most the results of all plans in flight and
         an answer."""
@@ -312,9 +321,11 @@ class MultiprocExecutor:
         """Wait for a message of any worker. Raises EngineDied when a worker is dead."""
         if self._receive():
             return
-        self._waiter.wait()
+        is_silent = not self._waiter.wait(STALLED_S if self._is_warming_up else None)
         if self._receive():
             return
+        if is_silent:
+            self._log_stall()
         for worker in self._workers:
             if worker.child.poll() is not None:
                 Waiter([self._results]).wait(LAST_MESSAGE_S)
@@ -339,10 +350,22 @@ class MultiprocExecutor:
         elif isinstance(message, BlocksFetched):
             worker.fetched.append(message)
         elif not isinstance(message, WarmupProgress):
+            worker.bucket = ""
             worker.messages.append(message)
-        elif worker is self._output:
-            self._on_progress(message)
+        else:
+            worker.bucket = message.bucket or worker.bucket
+            if worker is self._output:
+                self._on_progress(message)
         return True
+
+    @property
+    def _is_warming_up(self) -> bool:
+        return any(worker.bucket for worker in self._workers)
+
+    def _log_stall(self) -> None:
+        """Name the bucket of each worker: a difference shows ranks that wait for each other."""
+        places = (f"{each.name}: {each.bucket or 'no bucket'}" for each in self._workers)
+        logger.warning("The start has not moved for %.0f s, %s", STALLED_S, "; ".join(places))
 
     def _cause(self, failure: WorkerFailed) -> ConfigError | EngineDied:
         """The error of the group after `failure` of a worker. The first report may be a

@@ -266,7 +266,8 @@ class GaudiBackend(Backend):
     def _make_kernels(self, model: FusibleModel) -> Kernels:
         """Kernels with the choices of the vendor's plug-in for vLLM
         (vllm_gaudi/extension/features.py): softmax in float32 for Qwen2; the adjustment kernel
-        where it exists, except for Qwen2 and for float16; block_softmax off."""
+        where it exists, except for Qwen2, and for bfloat16 alone, since the bridge's tests leave
+        out float32 in lazy and compile mode for its accuracy; block_softmax off."""
         card = self._generation()
         # Imported here because the module imports the vendor's kernels.
         module = importlib.import_module("hpu.ops.gaudi")
@@ -278,7 +279,7 @@ class GaudiBackend(Backend):
         kernels = form(
             fused_sdpa=self._execution.fused_sdpa,
             softmax_mode="fp32" if is_qwen2 else "fast",
-            fused_adjustment=exists and not is_qwen2 and model.dtype != torch.float16,
+            fused_adjustment=exists and not is_qwen2 and model.dtype == torch.bfloat16,
             fused_experts=self._execution.fused_experts,
             max_experts=max_experts(release_of(self.software)),
             slices=None if sizes is None else SliceSizes(*sizes),

@@ -39,8 +39,8 @@ class CopyTrials:
         self._launch_work = launch_work
 
     def choose(self) -> str:
-        """Try each way, the safest first, and return the preferred way among those that give right
-        values in time. Raises ConfigError if none does."""
+        """Try each way, the safest first. Returns the first of PREFERRED that gives right values in
+        time and is not slow. Raises ConfigError if no way works."""
         seconds: dict[str, float] = {}
         failures: dict[str, str] = {}
         for kind in reversed(PREFERRED):

@@ -27,6 +27,11 @@ class Agreement:
         """Whether this is rank 0, which alone does work such as writing a file."""
         return self._host.rank == 0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is a single rank."""
+        return self._host.size == 1
+
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
         if self._host.size == 1:

@@ -147,10 +147,14 @@ class Emulator:
         undecomposed = Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
         for name in UNDECOMPOSED:
             undecomposed.impl(name.removeprefix("aten::"), self._undecomposed(name), "HPU")  # type: ignore[no-untyped-call]  # torch's own
+        for overload in ("default", "start", "start_step"):
+            # torch composes it of an empty tensor and a resize, which a wrapper does not follow.
+            name = f"arange.{overload}".removesuffix(".default")
+            undecomposed.impl(name, self._undecomposed("aten::arange", overload), "HPU")  # type: ignore[no-untyped-call]  # torch's own
         return fallback, undecomposed
 
-    def _undecomposed(self, name: str) -> Callable[..., Any]:
-        op = getattr(torch.ops.aten, name.removeprefix("aten::")).default
+    def _undecomposed(self, name: str, overload: str = "default") -> Callable[..., Any]:
+        op = getattr(getattr(torch.ops.aten, name.removeprefix("aten::")), overload)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.device.run(op, args, kwargs, tensors_in((args, kwargs)))

@@ -141,12 +141,13 @@ class SelfAttention(nn.Module):
         self.attn.impl = kernels.make_attention()
         self._splits_qkv = split_qkv and self.qkv_proj.weight is not None
 
-    def zero_non_finite(self) -> None:
+    def zero_non_finite(self, nan: Tensor) -> None:
         """Zero non-finite Q, K and V from now on: where a matrix product weighs blocks of other
         sequences with zero, 0 * NaN would leak into the other sequences. The output of the affected
         token is NaN, which NonFiniteGuard carries to later tokens. Plain CPU operations add each
         block to its own sequence and need no zeroing, unless slices of the cache are read."""
         self._zeroes_non_finite = True
+        self._nan = nan
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
@@ -171,7 +172,7 @@ class SelfAttention(nn.Module):
         if gate is not None:
             out = out * gate.reshape(out.shape).sigmoid()
         if is_bad is not None:
-            out = spoiled(out, is_bad)
+            out = spoiled(out, is_bad, self._nan)
         return self.o_proj(out)  # type: ignore[no-any-return]
 
     def _transform(

@@ -67,8 +67,8 @@ class AttentionLayer(Protocol):
         """Run on a device's fused kernels from now on."""
         ...
 
-    def zero_non_finite(self) -> None:
-        """Zero non-finite K and V from now on."""
+    def zero_non_finite(self, nan: Tensor) -> None:
+        """Zero non-finite K and V from now on. `nan`: see NonFiniteGuard."""
         ...
 
     def __call__(

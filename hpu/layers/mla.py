@@ -94,9 +94,10 @@ class MLAAttention(nn.Module):
         if self.q_a_layernorm is not None:
             self.q_a_layernorm.use_kernel(kernels.rms_norm)
 
-    def zero_non_finite(self) -> None:
+    def zero_non_finite(self, nan: Tensor) -> None:
         """Zero non-finite queries and latents from now on; see SelfAttention.zero_non_finite."""
         self._zeroes_non_finite = True
+        self._nan = nan
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
@@ -124,7 +125,7 @@ class MLAAttention(nn.Module):
             is_bad = is_bad | is_bad_latent
         out = self.core(query, latents, metadata).reshape(batch, length, -1)
         if is_bad is not None:
-            out = spoiled(out, is_bad)
+            out = spoiled(out, is_bad, self._nan)
         return self.o_proj(out)  # type: ignore[no-any-return]
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

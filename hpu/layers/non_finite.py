@@ -23,12 +23,18 @@ def zeroed(x: Tensor) -> tuple[Tensor, Tensor]:
     return found, torch.any(found != x, dim=(-2, -1))
 
 
-def spoiled(x: Tensor, tokens: Tensor) -> Tensor:
-    """`x` (B, Q, n) with NaN for `tokens` (B, Q)."""
-    # Computed as infinity - infinity: the vendor's compile back end takes operators with the number
-    # NaN out of a compiled graph.
-    added = torch.zeros_like(tokens, dtype=x.dtype).masked_fill(tokens, math.inf)
-    return x + (added - added).unsqueeze(-1)
+def nan_tensor(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A NaN without dimensions on the device.
+
+    The vendor's compile back end takes operators with the number NaN out of a compiled graph. A
+    tensor stays in the graph.
+    """
+    return torch.full((), math.nan, dtype=dtype, device=device)
+
+
+def spoiled(x: Tensor, tokens: Tensor, nan: Tensor) -> Tensor:
+    """`x` (B, Q, n) with `nan`, of nan_tensor, for `tokens` (B, Q)."""
+    return x.masked_fill(tokens.unsqueeze(-1), nan)
 
 
 class NonFiniteGuard(nn.Module):
@@ -40,8 +46,10 @@ class NonFiniteGuard(nn.Module):
     its blocks find it. Has no parameters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nan: Tensor) -> None:
+        """`nan`: nan_tensor of the hidden states' dtype and device."""
         super().__init__()
+        self._nan = nan
         self._flags: Tensor | None = None
         self._block_size = 0
 
@@ -55,7 +63,7 @@ class NonFiniteGuard(nn.Module):
         is_bad = (~(hidden.abs() < math.inf)).any(-1)
         if isinstance(inputs, TextAttentionInputs):
             is_real = self._before(inputs.lengths, hidden)
-            return spoiled(hidden, (is_bad & is_real).any(-1, keepdim=True) & is_real)
+            return spoiled(hidden, (is_bad & is_real).any(-1, keepdim=True) & is_real, self._nan)
         if self._flags is not None:
             flags = is_bad.view(-1).to(self._flags.dtype)
             self._flags.index_copy_(0, inputs.slot_mapping, flags)
@@ -64,10 +72,10 @@ class NonFiniteGuard(nn.Module):
             # of a decode has no such token.
             return hidden
         if inputs.query_lens.shape[0] > hidden.shape[0]:
-            return spoiled(hidden, self._of_merged(is_bad, inputs))
+            return spoiled(hidden, self._of_merged(is_bad, inputs), self._nan)
         is_real = self._before(inputs.query_lens, hidden)
         found = (is_bad & is_real).any(-1, keepdim=True) | self._of_context(inputs)
-        return spoiled(hidden, found & is_real)
+        return spoiled(hidden, found & is_real, self._nan)
 
     def _before(self, lengths: Tensor, hidden: Tensor) -> Tensor:
         """(B, Q): whether the token is before the end of its row."""

@@ -45,7 +45,7 @@ from hpu.layers.metadata_builder import MetadataBuilder, WiderMetadataBuilder
 from hpu.layers.mla import MLAAttention
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import SWIGLU_OAI, Experts, MoE, SparseMixer, TopKRouter
-from hpu.layers.non_finite import NonFiniteGuard
+from hpu.layers.non_finite import NonFiniteGuard, nan_tensor
 from hpu.layers.norm import FullQKNorm, LayerNorm, QKNorm, RMSNorm, UnweightedQKNorm
 from hpu.layers.short_conv import ShortConv
 from hpu.layers.state_cache import StateCacheSpec
@@ -715,10 +715,11 @@ class Decoder(LoadableModel):
         return self.model.guard
 
     def zero_non_finite(self) -> None:
+        nan = nan_tensor(self.dtype, self.device)
         for attention in self.attention_layers:
-            attention.zero_non_finite()
+            attention.zero_non_finite(nan)
         if self.stage.is_last and self.model.guard is None:
-            self.model.guard = NonFiniteGuard()
+            self.model.guard = NonFiniteGuard(nan)
 
     @property
     def cross_attentions(self) -> list[CrossAttention]:

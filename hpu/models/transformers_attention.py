@@ -76,9 +76,10 @@ class LayerAttention(nn.Module):
         """Run on fused kernels from now on."""
         self.attn.impl = kernels.make_attention()
 
-    def zero_non_finite(self) -> None:
+    def zero_non_finite(self, nan: Tensor) -> None:
         """Zero non-finite Q, K and V from now on; see SelfAttention.zero_non_finite."""
         self._zeroes_non_finite = True
+        self._nan = nan
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         """`query` (B, heads, Q, D), `key` (B, kv_heads, Q, D) and `value` (B, kv_heads, Q, E)
@@ -100,7 +101,7 @@ class LayerAttention(nn.Module):
         else:
             out = self.attn(query, key, value, metadata, sinks)
         out = out[..., :value_size]
-        return out if is_bad is None else spoiled(out, is_bad.unsqueeze(-1))
+        return out if is_bad is None else spoiled(out, is_bad.unsqueeze(-1), self._nan)
 
 
 def register() -> None:

@@ -47,7 +47,7 @@ from hpu.layers.metadata import (
     make_rings,
 )
 from hpu.layers.moe import Experts
-from hpu.layers.non_finite import NonFiniteGuard
+from hpu.layers.non_finite import NonFiniteGuard, nan_tensor
 from hpu.layers.norm import RMSNorm
 from hpu.models.base import LoadableModel
 from hpu.models.transformers_attention import (
@@ -323,10 +323,11 @@ class TransformersModel(LoadableModel):
         return self.guard
 
     def zero_non_finite(self) -> None:
+        nan = nan_tensor(self.dtype, next(self.parameters()).device)
         for attention in self.attention_layers:
-            attention.zero_non_finite()
+            attention.zero_non_finite(nan)
         if self.guard is None:
-            self.guard = NonFiniteGuard()
+            self.guard = NonFiniteGuard(nan)
 
     def read_contiguously(self) -> None:
         self._contiguous = True

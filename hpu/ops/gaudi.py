@@ -214,12 +214,18 @@ class GaudiAttention(nn.Module):
             0.0,
             is_causal,
             scale,
-            self.softmax_mode,
+            self._kernel_mode(query.dtype),
             True,
             operands.lengths if is_causal else None,
             "right",
         )
         return fused
+
+    def _kernel_mode(self, dtype: torch.dtype) -> str:
+        """The softmax mode of FusedSDPA for operands of `dtype`. The kernel refuses fp32 for other
+        operands than bfloat16."""
+        is_refused = self.softmax_mode == FP32_SOFTMAX and dtype != torch.bfloat16
+        return "None" if is_refused else self.softmax_mode
 
     def _sliced_attention(
         self, operands: PromptOperands, scale: float, options: ScoreOptions
@@ -282,8 +288,9 @@ class GaudiAttention(nn.Module):
             query = query.view(batch, kv_heads, heads // kv_heads, rows, size)
             key, value = key.unsqueeze(2), value.unsqueeze(2)
             mask = None if mask is None else mask.unsqueeze(1)
+        mode = self._kernel_mode(query.dtype)
         out, highest, inverse, _ = torch.ops.hpu.sdpa_recomp_fwd(
-            query, key, value, mask, 0.0, scale, False, True, self.softmax_mode, None, "right"
+            query, key, value, mask, 0.0, scale, False, True, mode, None, "right"
         )
         # All results have the model's dtype, except the inverse sums without fast softmax.
         return AttentionPart(

@@ -17,6 +17,7 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.distributed.agreement import ALONE, Agreement
 from hpu.profiling.diagnostics import Diagnostics
 from hpu.protocol import DECODE, PREFILL, Bucket, RequestSampling, WarmupProgress
+from hpu.runner.counters import phase_name
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool
 from hpu.runner.step_runner import StepRunner
@@ -76,6 +77,8 @@ class Warmup:
             PREFILL: CaptureBudget(int(prompt), block_size),
             DECODE: CaptureBudget(int(decode), block_size),
         }
+        self._announce: Callable[[Bucket], None] = lambda bucket: None
+        """Called before each bucket if there are several ranks."""
         self._full: set[int] = set()
         """Phases in which a capture filled the device's memory."""
         self._widths: set[tuple[int, int]] = set()
@@ -174,6 +177,7 @@ class Warmup:
         num_graphs = len(buckets) if self._graphs.captures else 0
         num_samplings = sum(len(kinds) for _, kinds in samplings)
         progress = _Progress(len(order) + num_samplings + num_graphs, on_progress)
+        self._announce = progress.begin
         usable = self._run_all(order, progress)
         self._sample_all(self._samplings_by_width(usable), progress)
         if num_graphs:
@@ -359,6 +363,9 @@ class Warmup:
     def _run_once(self, bucket: Bucket, *samplings: RequestSampling) -> bool:
         """Run `bucket` once for `samplings`. False when memory is full or the device's compiler
         refuses the bucket, on any rank; the failing rank logs the reason."""
+        if not self._agreement.is_alone:
+            # A rank may wait forever for a rank that prepares another bucket.
+            self._announce(bucket)
         return self._agreement.all_true(self._try_once(bucket, samplings))
 
     def _try_once(self, bucket: Bucket, samplings: tuple[RequestSampling, ...]) -> bool:
@@ -387,15 +394,23 @@ class _Progress:
         self._done = 0
         self._total = total
         self._on_progress = on_progress
+        self._left_s = 0.0
         self._start_s = time.perf_counter()
         on_progress(WarmupProgress("warmup", 0, total))
+
+    def begin(self, bucket: Bucket) -> None:
+        """Report the bucket that is prepared next."""
+        name = f"{phase_name(bucket[0])} bucket {bucket[1:]}"
+        self._on_progress(
+            WarmupProgress("warmup", self._done, self._total, self._left_s, bucket=name)
+        )
 
     def step(self) -> None:
         self._done = min(self._done + 1, self._total)
         # The largest buckets come first, so this estimate is an upper bound.
         a_step_s = (time.perf_counter() - self._start_s) / self._done
-        left_s = a_step_s * (self._total - self._done)
-        self._on_progress(WarmupProgress("warmup", self._done, self._total, left_s))
+        self._left_s = a_step_s * (self._total - self._done)
+        self._on_progress(WarmupProgress("warmup", self._done, self._total, self._left_s))
 
     def finish(self) -> None:
         """Report skipped steps as done."""

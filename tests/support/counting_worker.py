@@ -43,12 +43,12 @@ ROOT = Path(__file__).parents[2]
 
 
 class CountingWorker:
-    """Takes `start_s` to start and `step_s` for a step; with `refuse` it raises ConfigError at
-    start, with `refuse_if` if that file is there, with `crash_at` it breaks at that step, with
-    `poison` it ends by `signal` (0: it raises) at a request with that token, with `several` a
-    decode gives up to so many tokens, with `corrupt` the worker of that rank finds a wrong checksum
-    in the first block of each load, with `later` it prepares so many buckets when idle, `later_s`
-    each."""
+    """Takes `start_s` to start and `step_s` for a step; with `hangs` so many seconds more to start,
+    in a bucket of its rank; with `refuse` it raises ConfigError at start, with `refuse_if` if that
+    file is there, with `crash_at` it breaks at that step, with `poison` it ends by `signal` (0: it
+    raises) at a request with that token, with `several` a decode gives up to so many tokens, with
+    `corrupt` the worker of that rank finds a wrong checksum in the first block of each load, with
+    `later` it prepares so many buckets when idle, `later_s` each."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
         words = config.model.partition(":")[2]
@@ -59,12 +59,17 @@ class CountingWorker:
         self._executor = FakeExecutor(ready, config.scheduler.max_num_seqs, count)
         ready.max_tokens_per_step = int(self._manner("several", 1))
         self._is_corrupt = self._manner("corrupt", -1) == ranks.rank
+        self._rank = ranks.rank
         self._executor.host[0] = [0] * ready.block_size
         self._calls: list[str] = []
         self._left = ready.num_later = int(self._manner("later"))
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         on_progress(WarmupProgress("load", 1, 2))
+        if "hangs" in self._manners:
+            name = f"prompt bucket ({1 + self._rank}, 16, 0)"
+            on_progress(WarmupProgress("warmup", 0, 1, bucket=name))
+            time.sleep(self._manner("hangs"))
         time.sleep(self._manner("start_s"))
         if self._manner("refuse") or os.path.exists(self._manners.get("refuse_if", "")):
             raise ConfigError(REFUSAL)

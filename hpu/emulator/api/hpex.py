@@ -39,6 +39,10 @@ class FusedSDPA:
             raise RuntimeError("FusedSDPA is emulated without window_size and sinks")
         if return_dropout_mask or return_attn_probs:
             raise RuntimeError("FusedSDPA returns neither dropout mask nor probabilities here")
+        if softmax_mode == "fp32" and q.dtype != torch.bfloat16:
+            raise AssertionError(
+                f"softmax_mode = fp32 is supported only when q/k/v inputs are BF16, got {q.dtype}"
+            )
         shape, (q, k, v, attn_mask) = q.shape, _grouped(q, k, v, attn_mask)
         out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(
             q,

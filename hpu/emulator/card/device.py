@@ -353,6 +353,8 @@ class Device:
         if not op.is_view:
             for out in outs:
                 self.clock.mark_written(out.allocation)
+        if name in ("aten::copy_", "aten::_to_copy"):
+            self._check_fp8(name, outs)
         if recording is not None:
             used = [one.allocation for one in given]
             recording.add(func, inner_args, inner_kwargs, wrapped, used)
@@ -368,6 +370,16 @@ class Device:
             self.counters.counts["eager_ops"] += self.segment.has_ops()
             self.close_segment()
         return wrapped
+
+    def _check_fp8(self, op: str, outs: list[HpuTensor]) -> None:
+        """Report casts to FP8 and FP8 values of the host that are beyond the card's range."""
+        largest = self.generation.fp8_max
+        for out in outs:
+            if out.dtype == torch.float8_e4m3fn and out.numel():
+                worst = float(out.host.float().abs().max())
+                if worst > largest:
+                    text = f"{worst:g} in FP8, the card's largest is {largest:g}"
+                    self.counters.misuse("fp8_range", text, op)
 
     def _add_to_segment(
         self, name: str, args: Any, kwargs: Any, given: list[HpuTensor], outs: list[HpuTensor]

@@ -74,6 +74,10 @@ def sdpa_scores(
     return scores
 
 
+MAX_HEAD_SIZE = 256
+"""No caller of the vendor and no test of the bridge passes larger heads to FusedSDPA."""
+
+
 def check_sdpa(
     q: Tensor,
     k: Tensor,
@@ -90,6 +94,11 @@ def check_sdpa(
         raise RuntimeError(
             f"FusedSDPA: the key's shape {tuple(k.shape)} does not broadcast to the query's "
             f"{tuple(q.shape)}: groups of heads are a dimension of their own"
+        )
+    if q.shape[-1] > MAX_HEAD_SIZE:
+        raise RuntimeError(
+            f"Graph compile failed. FusedSDPA: heads have {q.shape[-1]} entries, at most "
+            f"{MAX_HEAD_SIZE} are known to work"
         )
     if mask is not None and mask.dtype not in (q.dtype, torch.bool):
         raise RuntimeError(f"FusedSDPA: the mask is {mask.dtype}, the query {q.dtype}")

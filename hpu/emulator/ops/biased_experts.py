@@ -62,7 +62,7 @@ class BiasedExperts:
         alpha: float = 1.702,
         limit: float = 7.0,
     ) -> Tensor:
-        """Like `mixture_of_experts` with w1 and w2 interleaved in one weight per expert, biases of
+        """Like `mixture_of_experts` with w1 and w2 interleaved in a weight per expert, biases of
         both products, and the activation of gpt-oss."""
         if not len(w12) == len(w12_bias) == len(w3_bias) == experts_max - experts_min + 1:
             raise RuntimeError(
@@ -116,7 +116,7 @@ class BiasedExperts:
             )
         w12, w3, w12_bias, w3_bias, of_w12, of_w3 = lists
         wide, narrow = (
-            [self._dequantized(*one) for one in zip(weights, scales, strict=True)]
+            [self._dequantized(*pair) for pair in zip(weights, scales, strict=True)]
             for weights, scales in ((w12, of_w12), (w3, of_w3))
         )
         return self.run(

@@ -65,8 +65,15 @@ BLOCK_SOFTMAX = "block_softmax(Tensor attn, Tensor bias, Tensor groups) -> (Tens
 def block_softmax(attn: Tensor, bias: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(exponentials, maxima, sums) of each block alone; the last dimension is a block's slots.
 
-    `attn` (blocks, ..., slots); `bias` broadcasts to it; `groups` (blocks): row of each block.
+    `attn` (blocks, kv_heads, group, rows, slots); `bias` with 1 head and 1 group; `groups`
+    (blocks): row of each block. The checks are those of block_softmax_adjustment_gen.cpp.
     """
+    if attn.dim() != 5:
+        raise RuntimeError(f"attn tensor must be 5-dimensional, got {attn.dim()}")
+    if bias.shape != (attn.shape[0], 1, 1, *attn.shape[3:]):
+        raise RuntimeError(
+            f"block_softmax: the bias is {tuple(bias.shape)} for scores {tuple(attn.shape)}"
+        )
     if groups.shape[0] != attn.shape[0]:
         raise RuntimeError(
             f"block_softmax: {groups.shape[0]} groups for {attn.shape[0]} blocks of scores"
@@ -86,7 +93,15 @@ BLOCK_SOFTMAX_ADJUSTMENT = (
 def block_softmax_adjustment(
     block_max: Tensor, block_sums: Tensor, block_groups: Tensor, batch: int, out_shape: list[int]
 ) -> Tensor:
-    """Factor for each block's product, such that the blocks of a row sum to the row's softmax."""
+    """Factor for each block's product, such that the blocks of a row sum to the row's softmax.
+
+    RuntimeError for maxima of another rank than 2 and 5.
+    """
+    if block_max.dim() not in (2, 5) or block_groups.shape != block_max.shape[:1]:
+        raise RuntimeError(
+            f"block_softmax_adjustment: maxima {tuple(block_max.shape)} for groups "
+            f"{tuple(block_groups.shape)}: 2 or 5 dimensions, of which the first is the blocks"
+        )
     count = block_max.shape[0]
     highest = block_max.float().reshape(count, -1)
     sums = block_sums.float().reshape(count, -1)

@@ -67,7 +67,7 @@ class Mxfp4MoEMethod:
         stacks = []
         for prefix in (W13, W2):
             halves = (layer.get_parameter(prefix + half).detach() for half in HALVES)
-            stacks.append(tuple(kind(*one) for one in zip(*halves, strict=True)))
+            stacks.append(tuple(kind(*pair) for pair in zip(*halves, strict=True)))
             for half in HALVES:
                 layer.register_parameter(prefix + half, None)
         return stacks
@@ -78,8 +78,8 @@ class Mxfp4MoEMethod:
 
 class NativeMxfp4MoEMethod(Mxfp4MoEMethod):
     """Mxfp4MoEMethod with torch.ops.hpu.mixture_of_experts.bias_mxfp4_fused_weights, for experts
-    with biases and a clamped SwiGLU. Without the kernel, each launch dequantizes the weights of one
-    expert after the other."""
+    with biases and a clamped SwiGLU. Without the kernel, each launch dequantizes the experts, an
+    expert at a time."""
 
     def process_weights(self, layer: ExpertsLayer) -> None:
         w13, w2 = self._take_weights(layer, LaunchedMxfp4Weight)
@@ -147,12 +147,12 @@ class VllmMixtureOfExpertsOpMxfp4(nn.Module):
             hidden_states=hidden_states,
             expert_routing_table=expert_routing_table,
             router_weights=router_weights,
-            w12=[one.blocks.flatten(1) for one in self._w13],
-            w3=[one.blocks.flatten(1) for one in self._w2],
+            w12=[weight.blocks.flatten(1) for weight in self._w13],
+            w3=[weight.blocks.flatten(1) for weight in self._w2],
             w12_bias=self._w13_biases,
             w3_bias=self._w2_biases,
-            d_scale_w12=[one.scales for one in self._w13],
-            d_scale_w3=[one.scales for one in self._w2],
+            d_scale_w12=[weight.scales for weight in self._w13],
+            d_scale_w3=[weight.scales for weight in self._w2],
             block_size=MXFP4_BLOCK,
             permuted_weights=permuted_weights,
             experts_min=self.experts_min,

@@ -15,6 +15,7 @@ from live import ROOT, alive
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, UserError
+from engine.executors import multiproc
 from engine.executors.base import IDLE_S
 from engine.executors.inproc import InprocExecutor
 from engine.executors.multiproc import MultiprocExecutor
@@ -87,6 +88,21 @@ def test_an_idle_worker_prepares_what_was_left_and_tells_it_between_results(
 
     assert (ready.num_later, warmed, result.step) == (3, [2, 1, 0], 1)
     assert not executor.warm_up_next()
+
+
+def test_ranks_that_wait_for_each_other_are_named_with_their_buckets(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(multiproc, "STALLED_S", 0.2)
+    executor = executor_of("hangs=0.7", tmp_path_factory.mktemp("s"), num_workers=2)
+
+    executor.start(lambda progress: None)
+    executor.close()
+
+    text = "worker 0: prompt bucket (1, 16, 0); worker 1: prompt bucket (2, 16, 0)"
+    assert any(message.endswith(text) for message in caplog.messages)
 
 
 def test_a_worker_killed_while_collect_waits_is_noticed_at_once(

@@ -17,7 +17,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def guard() -> NonFiniteGuard:
-    made = NonFiniteGuard()
+    made = NonFiniteGuard(torch.tensor(torch.nan))
     made.bind(torch.zeros((PAD_BLOCK + 1) * BLOCK_SIZE), BLOCK_SIZE)
     return made
 

@@ -159,7 +159,7 @@ def test_where_memory_is_short_more_small_moves_do_the_work_of_a_large_one() -> 
 
 def test_flags_of_tokens_move_with_their_block_and_are_not_scrubbed_away() -> None:
     model = _Layers()
-    model.non_finite_guard = NonFiniteGuard()
+    model.non_finite_guard = NonFiniteGuard(torch.tensor(torch.nan))
     cache = _cache(model)
     flags = cache.paged[-1]
     flags[9] = 1.0
