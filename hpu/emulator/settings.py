@@ -53,6 +53,8 @@ class EmulatorConfig:
     the arrival of its bytes: a thread of the runtime writes the bytes, and no event waits for it.
     """
     late_copy_seed: int = 0
+    unknown_variables: frozenset[str] = frozenset()
+    """Runtime variables that an older release does not know."""
     extra_supported: frozenset[str] = frozenset()
     unsupported: frozenset[str] = frozenset()
     """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ones."""
