@@ -7,10 +7,10 @@ points of an axis lie in a constant ratio; a launch takes the first bucket in th
 query, blocks) that holds it. Both tables get the same launches, from the model of the scheduler in
 hpu/bucketing/traffic.py.
 
-Medians of the distributions are near those of public data: chats between ShareGPT (vLLM's paper:
-161 prompt and 338 output tokens on average) and the conversations of the Azure trace of 2023 (1,020
-and 129, medians); code with the prompts of that trace (1,500) and longer answers; summaries of
-articles of some 2,000 words.
+Medians of the distributions are near the lengths of public data: chats between ShareGPT (vLLM's
+paper: 161 prompt and 338 output tokens on average) and the conversations of the Azure trace of 2023
+(1,020 and 129, medians); code with the prompts of that trace (1,500) and longer answers; summaries
+of articles of some 2,000 words.
 """
 
 import argparse
@@ -67,11 +67,11 @@ class Waste(NamedTuple):
     """Padding as a fraction of the padded work."""
 
     tokens: float
-    """Of the tokens that prefills compute."""
+    """Fraction of the tokens that prefills compute."""
     blocks: float
-    """Of the blocks that decodes read."""
+    """Fraction of the blocks that decodes read."""
     work: float
-    """Of the modelled cost of all launches."""
+    """Fraction of the modelled cost of all launches."""
     unprepared: float
     """Fraction of launches without a prepared bucket."""
 
@@ -170,9 +170,9 @@ def waste(launches: Launches, found: dict[Bucket, tuple[Shape, bool]]) -> Waste:
 def measure(limits: BucketLimits, tables: Tables, launches: Launches) -> tuple[Waste, Waste]:
     """(plug-in's padding, ours)."""
     shapes, table = tables
-    theirs = {one: plugin_lookup(shapes[one[0]], one, limits) for one in launches}
-    found = {one: table.find(*one) for one in launches}
-    ours = {one: (lookup.bucket, lookup.result == HIT) for one, lookup in found.items()}
+    theirs = {launch: plugin_lookup(shapes[launch[0]], launch, limits) for launch in launches}
+    found = {launch: table.find(*launch) for launch in launches}
+    ours = {launch: (lookup.bucket, lookup.result == HIT) for launch, lookup in found.items()}
     return waste(launches, theirs), waste(launches, ours)
 
 
@@ -182,7 +182,7 @@ def tables_of(limits: BucketLimits) -> Tables:
 
 
 def rows(name: str, requests: int) -> Iterator[str]:
-    """Markdown rows of a setting, one for each distribution."""
+    """Markdown rows of a setting: a row for each distribution."""
     limits = limits_of(*SETTINGS[name])
     tables = tables_of(limits)
     graphs = f"{sum(map(len, tables[0].values()))} | {len(tables[1].reachable)}"

@@ -273,6 +273,12 @@ class WarmupConfig:
         switches={"skip-warmup": ("skip", "full")},
         switch_variables={"VLLM_SKIP_WARMUP": "skip-warmup"},
     )
+    compile_only: bool = setting(
+        True,
+        "Compile all buckets without running them (PT_COMPILE_ONLY_MODE), then run each; where the "
+        "runtime has this mode",
+        name="compile-only-warmup",
+    )
     traffic: str | None = setting(
         None,
         "File with lengths of real requests, whose buckets are captured first and, with "

@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def num_graphs(self) -> int:
-        """Buckets of a warm-up, each of which is compiled and captured."""
+        """Buckets that a warm-up compiles and captures."""
         return len(self.table.reachable) if self.table is not None and self.captures else 0
 
     @property

@@ -65,12 +65,16 @@ def make_preset(
         max_model_len, facts, allows_longer=config.allow_long_max_model_len
     )
     length = wanted
+    quick = config
+    if config.buckets.strategy == "auto":
+        # Fitted buckets take seconds for each plan, and are not more than these.
+        quick = replace(config, buckets=replace(config.buckets, strategy="exponential-v3"))
     while True:
         plans = [
-            plan
+            found
             for cards in CARDS
             if cards <= num_cards
-            and (plan := _best(facts, _with(config, cards, length), target)) is not None
+            and (found := _best(facts, _with(quick, cards, length), target)) is not None
         ]
         if plans or max_model_len is not None or length // 2 < MIN_MODEL_LEN:
             break
@@ -81,7 +85,10 @@ def make_preset(
             f"context of {length} tokens: see `gaudiserve plan`"
         )
     typical = min(TYPICAL_TOKENS, length)
-    plan = next((one for one in plans if one.card.sequences(typical) >= ENOUGH_SEQS), plans[-1])
+    chosen, _ = next(
+        (found for found in plans if found[1].card.sequences(typical) >= ENOUGH_SEQS), plans[-1]
+    )
+    plan = make_plan(facts, replace(chosen, buckets=config.buckets), target)
     demand = plan.card.demand
     values = (
         demand.num_cards,
@@ -102,18 +109,16 @@ def _with(config: EngineConfig, cards: int, length: int) -> EngineConfig:
     return replace(config, max_model_len=length, parallel=parallel)
 
 
-def _best(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan | None:
-    """The fitting plan with the most concurrent sequences; None if no plan fits or the model cannot
-    be sharded over this many cards."""
-    buckets = config.buckets
-    if buckets.strategy == "auto":
-        # Fitted buckets take seconds for each plan, and are not more than these.
-        config = replace(config, buckets=replace(buckets, strategy="exponential-v3"))
+def _best(
+    facts: ModelConfig, config: EngineConfig, target: Target
+) -> tuple[EngineConfig, Plan] | None:
+    """(settings, plan) of the fitting plan with the most concurrent sequences; None if no plan fits
+    or the model cannot be sharded over this many cards."""
     for count in MAX_NUM_SEQS:
         for tried, plan in _plans(facts, config, target, count):
             typical = min(TYPICAL_TOKENS, plan.card.demand.max_model_len)
             if plan.fits and plan.card.sequences(typical) >= count:
-                return make_plan(facts, replace(tried, buckets=buckets), target)
+                return tried, plan
     return None
 
 

@@ -1,6 +1,7 @@
 """Backend: the device interface. All code above this folder uses devices only through it."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -246,6 +247,15 @@ class Backend(Protocol):
         """Hint: the next forward pass has `num_tokens` tokens and computes logits of at most
         `num_rows` rows."""
         return
+
+    def compile_only(self) -> AbstractContextManager[bool]:
+        """A context in which launches are compiled and not executed, without waiting. Its value is
+        whether the device has such a mode; if not, launches are executed.
+
+        Tensors that are created inside hold garbage afterwards, other tensors keep their contents,
+        and copies to the host are garbage. Errors may belong to an earlier launch.
+        """
+        return nullcontext(False)
 
     def end_warmup(self) -> None:
         """Called at the end of warm-up. Nothing should compile after it."""

@@ -5,6 +5,7 @@ In lazy mode operations are collected until mark_step ends the segment, which be
 Segments end with launches: at events, and around a captured graph.
 """
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -199,6 +200,8 @@ class GaudiBackend(Backend):
         self._on_warmup_begin = on_warmup_begin
         self._on_close = on_close
         self._guards_off = guards_off
+        self._only_compiles = False
+        """Whether recipes are compiled and not launched."""
         self._disables_tensor_cache = True
         self._graphs: weakref.WeakSet[HpuGraph] = weakref.WeakSet()
         try:
@@ -414,6 +417,9 @@ class GaudiBackend(Backend):
 
     def synchronize(self) -> None:
         self._htcore.mark_step()
+        if self._only_compiles:
+            # Nothing was launched. The runtime compiles on, while the host traces the next launch.
+            return
         self._hpu.synchronize()
         self._copies.wait_all()
 
@@ -434,6 +440,8 @@ class GaudiBackend(Backend):
     def to_host(self, tensor: Tensor) -> Tensor:
         # Launch the work that produces the tensor before another stream waits for it.
         self.mark_step()
+        if self._only_compiles:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
         return self._copies.start(tensor)
 
     def upload(self, target: Tensor, source: Tensor) -> None:
@@ -583,6 +591,30 @@ class GaudiBackend(Backend):
             setattr(limits, name, max(getattr(limits, name), MAX_SHAPES))
         for part in parts:
             part.compile(**options)
+
+    @contextlib.contextmanager
+    def compile_only(self) -> Iterator[bool]:
+        """PT_COMPILE_ONLY_MODE, as in the warm-up of vLLM's Gaudi plug-in (warmup_model in
+        vllm_gaudi/v1/worker/hpu_model_runner.py): the bridge compiles a recipe, and skips synLaunch
+        (its graph.cpp). A runtime that is too old for it raises KeyError."""
+        if self._mode not in (HPU_GRAPHS, TORCH_COMPILE):
+            yield False
+            return
+        config = importlib.import_module(f"{ROOT}.internal.bridge_config")
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(config.env_setting("PT_COMPILE_ONLY_MODE", True))
+            except KeyError:
+                logger.warning("The runtime has no PT_COMPILE_ONLY_MODE: warm-up takes longer")
+                yield False
+                return
+            self._only_compiles = True
+            try:
+                yield True
+            finally:
+                self._only_compiles = False
+                # Every recipe must be compiled before the mode ends.
+                self.synchronize()
 
     def end_warmup(self) -> None:
         if self._guards_off and self._mode == TORCH_COMPILE:

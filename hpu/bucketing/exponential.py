@@ -119,9 +119,9 @@ def v3_prompts(
 ) -> list[Shape]:
     """Prompt buckets of the newer rules, within the budget without the cached context.
 
-    With a long context, the largest context of a query is the context that may precede its shortest
-    chunk, if below `context_max`. The plug-in takes the context that precedes a full query, and
-    compiles the chunks in between while it serves.
+    The largest context of a query is the context that may precede its shortest chunk, if contexts
+    are long and it is below `context_max`. The plug-in takes the context that precedes a full
+    query, and compiles the chunks in between while it serves.
     """
     block, max_len = limits.block_size, limits.max_model_len
     batches, queries, contexts = map(axis_points, v3_prompt_axes(limits, query_min=query_min))

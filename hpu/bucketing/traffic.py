@@ -83,8 +83,8 @@ def general_launches(limits: BucketLimits) -> Launches:
 
 
 def _spread(launches: Launches, limits: BucketLimits) -> Launches:
-    """`launches` with the blocks of each decode multiplied by each of GENERAL_SPREAD: a server's
-    contexts are shorter or longer than those of the simulated requests."""
+    """`launches` with the blocks of each decode multiplied by each of GENERAL_SPREAD, because a
+    server's contexts are shorter or longer than the simulated contexts."""
     spread: Counter[Bucket] = Counter()
     for (phase, batch, query, blocks), weight in launches.items():
         if phase == PREFILL:

@@ -60,6 +60,8 @@ class EmulatorConfig:
     it."""
     launch_submit_s: float = 0.0
     """Seconds that a thread of the runtime takes to submit a launch of lazy mode."""
+    unknown_variables: frozenset[str] = frozenset()
+    """Runtime variables that an older release does not know."""
     extra_supported: frozenset[str] = frozenset()
     unsupported: frozenset[str] = frozenset()
     """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ones."""

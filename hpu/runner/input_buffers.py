@@ -391,6 +391,10 @@ class InputBufferPool(Generic[Buffers]):
         if bucket not in self._prepared:
             self._prepared[bucket] = self._make(bucket, self._backend, is_static=True)
 
+    def drop_dynamic(self) -> None:
+        """Drop the buffers that were created on demand."""
+        self._dynamic.clear()
+
     def get(self, bucket: Bucket) -> Buffers:
         """Buffers of the bucket, created on demand."""
         buffers = self._prepared.get(bucket)

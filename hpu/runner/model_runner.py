@@ -227,6 +227,11 @@ class ModelRunner(StepRunner):
         return self._sampler.warmup_settings
 
     @property
+    def is_compilable(self) -> bool:
+        # Stages wait for each other's tensors, and drafts are verified before the next launch.
+        return self._link.stage.size == 1 and not self._device_speculation
+
+    @property
     def captured_settings(self) -> tuple[RequestSampling, ...]:
         return self._sampler.captured_settings
 

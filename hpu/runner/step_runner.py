@@ -62,6 +62,12 @@ class StepRunner:
         raise NotImplementedError
 
     @property
+    def is_compilable(self) -> bool:
+        """Whether `warm_up` may run where launches are compiled and not executed: whether the host
+        needs no result of a launch for the next one."""
+        return True
+
+    @property
     def captured_settings(self) -> tuple[RequestSampling, ...]:
         """Subset of `warmup_settings` that a warm-up repeats once in each batch width of captured
         decodes: the settings that a graph may sample, and a setting that no graph samples, if any.

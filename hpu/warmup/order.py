@@ -40,7 +40,7 @@ def _shares(table: BucketTable, traffic: list[Lengths] | None) -> dict[Bucket, f
     """Share of all launches of each bucket."""
     limits = table.limits
     launches = launches_of(traffic, limits) if traffic else general_launches(limits)
-    return {one.bucket: one.share for one in padding_of(launches, table.buckets, limits)}
+    return {use.bucket: use.share for use in padding_of(launches, table.buckets, limits)}
 
 
 def split_buckets(

@@ -41,10 +41,13 @@ Progress = Callable[[WarmupProgress], None]
 
 
 class Warmup:
-    """Prepares buckets in three passes.
+    """Prepares buckets in passes.
 
+    0. Each bucket is compiled without being executed, if the device has a mode for it: the device's
+       software compiles while the host traces the next buckets.
     1. Each bucket runs once without a graph, the largest first. Afterwards everything is compiled,
-       the device's workspace has its final size, and buckets that do not fit are known.
+       the device's workspace has its final size, and buckets that do not fit are known. A bucket
+       that was only compiled would be slower at its first real launch.
     2. Every kind of sampling runs once in each batch width.
     3. Graphs are captured in the order in which traffic needs them, or in another configured order,
        and replayed once, within the memory reserved for graphs. Nothing else allocates then, so the
@@ -176,8 +179,10 @@ class Warmup:
         samplings = self._samplings_by_width(order)
         num_graphs = len(buckets) if self._graphs.captures else 0
         num_samplings = sum(len(kinds) for _, kinds in samplings)
-        progress = _Progress(len(order) + num_samplings + num_graphs, on_progress)
+        num_compiled = len(order) if self._compiles_first else 0
+        progress = _Progress(num_compiled + len(order) + num_samplings + num_graphs, on_progress)
         self._announce = progress.begin
+        self._compile_all(order, progress)
         usable = self._run_all(order, progress)
         self._sample_all(self._samplings_by_width(usable), progress)
         if num_graphs:
@@ -201,6 +206,55 @@ class Warmup:
         if self._graphs.captures:
             self._left_out += self._capture([bucket], None, is_pooled=True)[1]
         return True
+
+    @property
+    def _compiles_first(self) -> bool:
+        """Whether buckets are compiled before they run."""
+        backend = self._backend
+        is_on = self._config.compile_only and self._pads and backend.compiles
+        return is_on and self._runner.is_compilable
+
+    def _compile_all(self, order: list[Bucket], progress: "_Progress") -> None:
+        """Compile `order` without executing it, where the device can. The largest bucket of each
+        phase runs before: what the first launch of a phase creates once must be executed. An error
+        ends this pass, since the failing bucket is not known; the next pass finds it."""
+        if not self._compiles_first:
+            return
+        largest = {bucket[0]: bucket for bucket in reversed(order)}
+        for bucket in order:
+            # Buffers that are created inside would hold garbage.
+            self._prepare_inputs(bucket)
+        for bucket in sorted(largest.values()):
+            self._run_once(bucket, GREEDY)
+        start = time.perf_counter()
+        with self._backend.compile_only() as is_on:
+            fits = is_on and self._compile_each(order, progress)
+        self._input_buffers.drop_dynamic()
+        if fits:
+            seconds = time.perf_counter() - start
+            logger.info("Warm-up: %d buckets compiled in %.1f s", len(order), seconds)
+
+    def _compile_each(self, order: list[Bucket], progress: "_Progress") -> bool:
+        """Compile `order` inside `Backend.compile_only`. False after an error on any rank."""
+        for bucket in order:
+            try:
+                self._runner.warm_up(bucket, GREEDY, prompts=True)
+                fits = True
+            except (RuntimeError, MemoryError) as error:
+                if not (
+                    self._backend.is_compile_failure(error) or self._backend.is_out_of_memory(error)
+                ):
+                    raise
+                logger.warning("Warm-up: buckets are compiled one by one, because of: %s", error)
+                fits = False
+            if not self._agreement.all_true(fits):
+                return False
+            progress.step()
+        return True
+
+    def _prepare_inputs(self, bucket: Bucket) -> None:
+        if self._graphs.captures and self._pads:
+            self._input_buffers.prepare(bucket)
 
     def _run_all(self, order: list[Bucket], progress: "_Progress") -> list[Bucket]:
         usable: list[Bucket] = []
@@ -370,8 +424,7 @@ class Warmup:
 
     def _try_once(self, bucket: Bucket, samplings: tuple[RequestSampling, ...]) -> bool:
         try:
-            if self._graphs.captures and self._pads:
-                self._input_buffers.prepare(bucket)
+            self._prepare_inputs(bucket)
             prompts = self._pads and GREEDY in samplings
             self._runner.warm_up(bucket, *samplings, prompts=prompts)
         except (RuntimeError, MemoryError) as error:

@@ -146,12 +146,17 @@ def _experimental(device: Device) -> ModuleType:
 def _bridge_config(device: Device) -> ModuleType:
     @contextlib.contextmanager
     def env_setting(name: str, value: Any) -> Iterator[None]:
-        """Set a runtime variable inside the block."""
+        """Set a runtime variable inside the block. A name that the runtime does not know raises
+        KeyError."""
+        if name in device.config.unknown_variables:
+            raise KeyError(name)
         environment = device.variables.environment
         before = environment.get(name)
         environment[name] = str(value)
+        only_compiles = name == "PT_COMPILE_ONLY_MODE" and device.variables.flag(name)
         try:
-            yield
+            with device.compile_only() if only_compiles else contextlib.nullcontext():
+                yield
         finally:
             if before is None:
                 environment.pop(name, None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from hpu.emulator import faults
 from hpu.emulator.card import registry, rules
 from hpu.emulator.card.acquisition import Acquisition
+from hpu.emulator.card.compile_only import CompileOnly
 from hpu.emulator.card.counters import Counters
 from hpu.emulator.card.memory import Allocation, Memory
 from hpu.emulator.card.recipes import Recipes, Segment
@@ -137,6 +138,7 @@ class Device:
         self.is_dry_run = False
         """Whether ops are recorded without being executed: during a capture without tensor cache,
         and after such a capture has failed until a capture succeeds."""
+        self.only_compiled = CompileOnly()
         self.in_region = False
         """Whether execution is inside a region compiled with hpu_backend."""
         self.is_serving = False
@@ -343,6 +345,8 @@ class Device:
         clones_host = recording is not None
         inner_args, inner_kwargs = _unwrap(args, clones_host), _unwrap(kwargs, clones_host)
         is_upload = op.is_copy and _is_upload(args)
+        if self.only_compiled.is_on and op.writes and not is_upload:
+            self.only_compiled.before_write(_targets(func, args, kwargs))
         runs = not (is_upload or op.is_view or op.is_empty)
         if runs and self.skips_launch(name):
             result = _result_of_nothing(func, inner_args, inner_kwargs)
@@ -350,6 +354,11 @@ class Device:
             result = self.kernel(func, inner_args, inner_kwargs)
         outs: list[HpuTensor] = []
         wrapped = self._wrap(op, result, given, outs)
+        if self.only_compiled.is_on and not op.is_view:
+            if is_upload:
+                self.only_compiled.uploaded(args[0])
+            elif not op.writes:
+                self.only_compiled.created(outs, given)
         if not op.is_view:
             for out in outs:
                 self.clock.mark_written(out.allocation)
@@ -462,7 +471,7 @@ class Device:
         self.counters.misuse("cpu_fallback", "the device has no such op", name)
 
     def _host_value(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.compile_only():
+        if self.only_compiled.is_on:
             self.counters.misuse("compile_only_read", "nothing was launched", func._schema.name)
             return func(*_unwrap(args), **_unwrap(kwargs)).__class__(0)
         return func(*_unwrap(args), **_unwrap(kwargs))
@@ -479,7 +488,7 @@ class Device:
         if self.recording is not None or not non_blocking:
             self.host_sync("aten::copy_")
         self._join_launches(target, non_blocking=non_blocking)
-        if self.compile_only():
+        if self.only_compiled.is_on:
             fill_with_garbage(target)
             self.counters.misuse("compile_only_read", "nothing was launched", "aten::copy_")
             return target
@@ -517,8 +526,16 @@ class Device:
             raise RuntimeError("the card was released while a copy waited for a launch")
         self.counters.counts["launch_joins"] += self.launches.join()
 
-    def compile_only(self) -> bool:
-        return self.variables.flag("PT_COMPILE_ONLY_MODE")
+    @contextmanager
+    def compile_only(self) -> Iterator[None]:
+        """Recipes are compiled inside, and not launched."""
+        self.close_segment()
+        self.only_compiled.is_on = True
+        try:
+            yield
+        finally:
+            self.close_segment()
+            self.only_compiled.end()
 
     def _check_lifetimes(self, op: OpFacts, args: Any, given: list[HpuTensor]) -> None:
         for one in given:
@@ -554,6 +571,18 @@ class Device:
         self.counters.misuse(kind, text, op)
         if kind == "index_out_of_range":
             self.queue.fail(f"{op}: {text}")
+
+
+def _targets(
+    func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+) -> list[HpuTensor]:
+    """Arguments that an op writes to."""
+    found: list[HpuTensor] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info and argument.alias_info.is_write:
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += [target for target in tensors_in(given) if isinstance(target, HpuTensor)]
+    return found
 
 
 def _result_of_nothing(func: Any, args: Any, kwargs: Any) -> Any:

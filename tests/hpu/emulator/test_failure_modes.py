@@ -289,6 +289,38 @@ def test_13_what_is_read_in_compile_only_mode_is_garbage() -> None:
         assert card.counters.counts["compile_only_read"] == 1
 
 
+def test_13_compile_only_mode_changes_no_memory_but_by_copies_from_the_host() -> None:
+    with emulated() as card:
+        from habana_frameworks.torch.internal import bridge_config
+
+        cache, table = torch.zeros(4, device="hpu"), torch.ones(3, device="hpu")
+        uploaded = torch.zeros(2, device="hpu")
+        compilations = card.counters.counts["compilations"]
+        with bridge_config.env_setting("PT_COMPILE_ONLY_MODE", True):
+            cache.fill_(5.0)
+            cache[1:3].add_(1.0)
+            kept = table * 2.0
+            alias = table.contiguous()
+            uploaded.add_(1.0)
+            uploaded.copy_(torch.tensor([3.0, 4.0]))
+            # Ops have valid indices inside, whose values come from ops that were not launched.
+            rows = table.index_select(0, torch.argmax(kept).reshape(1))
+
+        assert cache.tolist() == [0.0, 0.0, 0.0, 0.0]
+        assert alias.tolist() == table.tolist() == [1.0, 1.0, 1.0]
+        assert uploaded.tolist() == [3.0, 4.0]
+        assert torch.isnan(kept.cpu()).all() and torch.isnan(rows.cpu()).all()
+        assert card.counters.counts["compilations"] > compilations
+
+
+def test_13_an_older_runtime_does_not_know_compile_only_mode() -> None:
+    with emulated(unknown_variables=frozenset({"PT_COMPILE_ONLY_MODE"})):
+        from habana_frameworks.torch.internal import bridge_config
+
+        with pytest.raises(KeyError), bridge_config.env_setting("PT_COMPILE_ONLY_MODE", True):
+            pass
+
+
 def test_14_a_second_process_cannot_acquire_a_card(tmp_path: Path) -> None:
     with emulated(lock_dir=tmp_path) as card:
         torch.ones(1, device="hpu")
