@@ -18,7 +18,7 @@ from config.log import PROBES
 from config.native import panics_as_errors
 from server.anthropic.errors import is_messages, refusal
 from server.http.access_log import RequestRecord, attach_record, detach_record, record_of
-from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
+from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of, release_frames
 from server.http.fair_threads import client_of_task, current_client
 from server.http.pacing import LoopPacer
 from server.http.trusted_proxies import TrustedProxies
@@ -121,8 +121,9 @@ class AuthMiddleware:
             record.owner = self._api_keys.check(scope)
             with panics_as_errors(), client_of_task(record.owner or record.client):
                 await self._app(scope, receive, send)
-        except ClientGone:
+        except ClientGone as error:
             record.status = CLIENT_CLOSED
+            release_frames(error)
         except Exception as error:  # process border: one response, one log line
             if record.status:
                 logger.exception("request %s failed in the middle of its response", record.id)
@@ -131,7 +132,9 @@ class AuthMiddleware:
                 is_full = error.type == "server_overloaded"
                 reason = "max_ttft" if error.is_slow else "queue_full" if is_full else "not_ready"
                 self._state.metrics.rejected(reason)
-            await refusal(fault_of(error), scope["path"])(scope, receive, send)
+            response = refusal(fault_of(error), scope["path"])
+            release_frames(error)
+            await response(scope, receive, send)
 
 
 class FastRouter:

@@ -156,7 +156,7 @@ class Pipeline:
         num_image_bytes = sum(prompt.images.num_bytes for prompt in prompts if prompt.images)
         check_sizes(params, len(prompts) * params.n, num_image_bytes)
         params = with_checked_ids(params, ready.vocab_size)
-        check_allowed_tokens(params, ready.eos_token_ids)
+        check_allowed_tokens(params, ready.eos_token_ids, ready.vocab_size)
         num_ids = ready.prompt_vocab_size or ready.vocab_size
         limits = []
         pauses = Pauses()

@@ -128,16 +128,22 @@ def _longest_list(params: SamplingParams) -> str:
     return max(lengths, key=lengths.__getitem__)
 
 
-def check_allowed_tokens(params: SamplingParams, eos_ids: Iterable[int]) -> None:
-    """Raise UserError if every token of allowed_token_ids is banned as the first token."""
-    if params.allowed_token_ids is None:
-        return
+def check_allowed_tokens(params: SamplingParams, eos_ids: Iterable[int], vocab_size: int) -> None:
+    """Raise UserError if every token of allowed_token_ids, or of the vocabulary without that list,
+    is banned as the first token."""
     banned = [word[0] for word in params.bad_words_token_ids if len(word) == 1]
     if params.min_tokens:
         banned.extend(() if params.ignore_eos else eos_ids)
     stops = token_array(params.stop_token_ids if params.min_tokens else ())
     all_banned = np.concatenate([np.array(banned, dtype=np.int64), stops])
-    if np.isin(token_array(params.allowed_token_ids), all_banned).all():
+    if params.allowed_token_ids is None:
+        if len(all_banned) >= vocab_size and len(np.unique(all_banned)) >= vocab_size:
+            raise UserError(
+                f"the vocabulary has {vocab_size} tokens, and bad_words, or min_tokens with "
+                "stop_token_ids, ban every one of them",
+                param="min_tokens" if params.min_tokens else "bad_words",
+            )
+    elif np.isin(token_array(params.allowed_token_ids), all_banned).all():
         raise UserError(
             f"allowed_token_ids has {num_ids(params.allowed_token_ids)} tokens, and bad_words or "
             "min_tokens ban every one of them",

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -130,9 +129,6 @@ class BodyReader:
         self._trim_timer = None
         if self._num_trims_left:
             self._trim_timer = asyncio.get_running_loop().call_later(TRIM_INTERVAL_S, self._trim)
-        # The traceback of a refused request refers to its body, often in a cycle. Python collects
-        # these generations only after thousands of new objects.
-        gc.collect(1)
         with contextlib.suppress(RuntimeError):  # the thread was closed
             self._thread.submit(trim_memory)
 

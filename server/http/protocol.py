@@ -3,11 +3,14 @@ pipelined requests and on connections. Clients that half-close get their respons
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import math
 import socket
 import ssl
+import termios
 import time
+from array import array
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Any, cast
@@ -30,6 +33,10 @@ logger = logging.getLogger(__name__)
 MIN_BODY_BYTES_PER_S = 1024
 """Minimum rate of a request body. A slower body must arrive within `request_body_timeout_s` in
 total."""
+UNREAD_TIMEOUT_S = 60.0
+"""Time in which a client must read MIN_READ_BYTES of a response that it has not read completely."""
+MIN_READ_BYTES = 64 * 2**10
+"""About 1 KiB a second."""
 MAX_FRAMING_PER_BODY_BYTE = 16
 """Maximum bytes of chunk sizes and extensions per byte of a chunked body; the smallest chunk, with
 a single byte, needs 5."""
@@ -164,6 +171,10 @@ class HttpProtocol(HttpToolsProtocol):
         """Time up to which the received bytes of the body satisfy the minimum rate."""
         self._is_half_closed = False
         self._num_probes = 0
+        self.read_deadline_s = math.inf
+        """Deadline of a client that does not read; see `expire_response`."""
+        self._num_unread_bytes = 0
+        """Bytes of the response that waited to be sent when the deadline was set."""
 
     # Calls from the transport
 
@@ -244,6 +255,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_half_closed = True
         self._probe()
         return True
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._set_read_deadline()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.read_deadline_s = math.inf
 
     # Calls from the parser
 
@@ -350,6 +369,20 @@ class HttpProtocol(HttpToolsProtocol):
             )
         else:
             self.transport.close()
+
+    def expire_response(self) -> None:
+        """Handle the end of the time until `read_deadline_s`: close the connection unless the
+        client has read MIN_READ_BYTES since."""
+        num_unread = num_unread_bytes(self.transport)
+        if self.transport.is_closing() or self._num_unread_bytes - num_unread < MIN_READ_BYTES:
+            self.transport.abort()
+            self.read_deadline_s = math.inf
+        else:
+            self._set_read_deadline()
+
+    def _set_read_deadline(self) -> None:
+        self.read_deadline_s = self.loop.time() + UNREAD_TIMEOUT_S
+        self._num_unread_bytes = num_unread_bytes(self.transport)
 
     def _expire_body(self) -> None:
         now_s = self.loop.time()
@@ -502,6 +535,15 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _peer(self) -> str:
         return self.client[0] if self.client else "-"
+
+
+def num_unread_bytes(transport: asyncio.Transport) -> int:
+    """Bytes that were written and that the client has not received. The system's buffer may hold
+    some MiB of them, and takes no more until a third of it is free."""
+    count = array("i", [0])
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
+    return transport.get_write_buffer_size() + count[0]
 
 
 def _too_many_bytes(what: str, limits: ServerConfig) -> str:

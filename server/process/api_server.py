@@ -190,6 +190,8 @@ class UvicornServer(uvicorn.Server):
         connections = cast("set[HttpProtocol]", self.server_state.connections)
         for connection in [one for one in connections if one.deadline_s <= now_s]:
             connection.expire()
+        for connection in [one for one in connections if one.read_deadline_s <= now_s]:
+            connection.expire_response()
         if self._closings.are_many(now_s, len(connections)):
             await asyncio.to_thread(trim_memory)
         return await super().on_tick(counter)

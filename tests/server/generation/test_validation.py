@@ -96,6 +96,31 @@ def test_long_lists_of_allowed_tokens_are_compared_with_banned_tokens() -> None:
     banned = with_checked_ids(params, 4000)
 
     with pytest.raises(UserError, match="allowed_token_ids has 2000 tokens, and bad_words or min"):
-        check_allowed_tokens(banned, ())
-    check_allowed_tokens(with_checked_ids(params.replace(stop_token_ids=even[1:]), 4000), ())
-    check_allowed_tokens(with_checked_ids(params.replace(min_tokens=0), 4000), ())
+        check_allowed_tokens(banned, (), 4000)
+    check_allowed_tokens(with_checked_ids(params.replace(stop_token_ids=even[1:]), 4000), (), 4000)
+    check_allowed_tokens(with_checked_ids(params.replace(min_tokens=0), 4000), (), 4000)
+
+
+@pytest.mark.parametrize("vocab_size", [6, 4000])
+def test_a_request_that_bans_the_whole_vocabulary_is_refused(vocab_size: int) -> None:
+    most = tuple(range(vocab_size - 1))
+    params = SamplingParams(min_tokens=1, stop_token_ids=most)
+
+    check_allowed_tokens(with_checked_ids(params, vocab_size), (), vocab_size)
+    check_allowed_tokens(params.replace(min_tokens=0), (vocab_size - 1,), vocab_size)
+    for banned, eos_ids in (
+        (params, (vocab_size - 1,)),
+        (params.replace(bad_words_token_ids=((vocab_size - 1,),)), ()),
+    ):
+        with pytest.raises(UserError, match=f"has {vocab_size} tokens, and bad_words, or min_tok"):
+            check_allowed_tokens(with_checked_ids(banned, vocab_size), eos_ids, vocab_size)
+
+
+def test_bad_words_that_are_the_whole_vocabulary_are_refused() -> None:
+    words = SamplingParams(bad_words_token_ids=tuple((token,) for token in range(5)))
+
+    with pytest.raises(UserError) as caught:
+        check_allowed_tokens(words, (), 5)
+
+    assert caught.value.param == "bad_words"
+    check_allowed_tokens(words, (), 6)

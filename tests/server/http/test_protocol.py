@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -16,9 +17,18 @@ import psutil
 import pytest
 import uvloop
 from http_rig import Rig, TalkingClient, on_port
+from uvicorn.server import ServerState
 
+from config.server import ServerConfig
 from server.http.access_log import RequestRecord
-from server.http.protocol import MAX_PIPELINED
+from server.http.protocol import (
+    MAX_PIPELINED,
+    MIN_READ_BYTES,
+    UNREAD_TIMEOUT_S,
+    HttpConfig,
+    HttpProtocol,
+    num_unread_bytes,
+)
 
 KEY = "secret"
 LATENCY_S = 0.1
@@ -114,7 +124,7 @@ def slowest_health_s(rig: Rig, attack: Callable[[], None]) -> float:
                 sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
                 read_until(sock, b"\r\n\r\n")
                 times.append(time.monotonic() - begun_s)
-                time.sleep(0.002)
+                time.sleep(0.005)
 
     thread = threading.Thread(target=poll)
     thread.start()
@@ -568,3 +578,58 @@ def test_a_flood_of_rejected_requests_writes_few_lines(caplog: pytest.LogCapture
 
     assert 1 <= len(lines) <= 1 + time.monotonic() - started_s
     assert lines[0].endswith("1 so far: Invalid HTTP request received.")
+
+
+class UnreadTransport(asyncio.Transport):
+    """A transport whose client has not read `num_unread` bytes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__({"socket": sock})
+        self.num_unread = 0
+        self.is_aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+async def test_a_client_that_does_not_read_is_closed_and_a_slow_client_is_not() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+
+    config = HttpConfig(app, ServerConfig(), 10)
+    connection = HttpProtocol(config, ServerState(), {}, asyncio.get_running_loop())
+    sock = socket.socket()
+    transport = UnreadTransport(sock)
+    connection.connection_made(transport)
+    transport.num_unread = 10 * MIN_READ_BYTES
+    before = connection.read_deadline_s
+
+    connection.pause_writing()
+    paused_s = connection.read_deadline_s
+    for _ in range(3):
+        transport.num_unread -= MIN_READ_BYTES
+        connection.expire_response()
+    kept = not transport.is_aborted
+    connection.resume_writing()
+    resumed_s = connection.read_deadline_s
+    connection.pause_writing()
+    transport.num_unread -= MIN_READ_BYTES - 1
+    connection.expire_response()
+    sock.close()
+
+    assert before == resumed_s == math.inf
+    assert paused_s - connection.loop.time() == pytest.approx(UNREAD_TIMEOUT_S, abs=5)
+    assert kept and transport.is_aborted
+
+
+def test_the_bytes_in_the_buffer_of_the_system_are_unread_too() -> None:
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
+        num_sent = sender.send(b"x" * 50_000)
+
+        assert num_unread_bytes(UnreadTransport(sender)) >= num_sent
