@@ -69,8 +69,9 @@ class BlockIndexer(nn.Module):
     def use_kernels(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def zero_non_finite(self) -> None:
+    def zero_non_finite(self, nan: Tensor) -> None:
         """See SelfAttention.zero_non_finite."""
+        self._nan = nan
         self._zeroes_non_finite = True
 
     def forward(
@@ -86,7 +87,7 @@ class BlockIndexer(nn.Module):
             heads = rotate(heads, rotation, self._kernels)
         if self._zeroes_non_finite:
             heads, is_bad = zeroed(heads)
-            hidden = spoiled(hidden, is_bad)
+            hidden = spoiled(hidden, is_bad, self._nan)
         query, key = heads.split_with_sizes([heads.shape[2] - 1, 1], dim=2)
         if isinstance(metadata, DecodeMetadata):
             return hidden, self._decode(query.squeeze(1), key, metadata)
@@ -170,9 +171,9 @@ class IndexedAttention(SelfAttention):
         super().use_kernels(kernels, split_qkv=split_qkv)
         self.indexer.use_kernels(kernels)
 
-    def zero_non_finite(self) -> None:
-        super().zero_non_finite()
-        self.indexer.zero_non_finite()
+    def zero_non_finite(self, nan: Tensor) -> None:
+        super().zero_non_finite(nan)
+        self.indexer.zero_non_finite(nan)
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
