@@ -124,7 +124,7 @@ class BucketConfig:
                 f"--bucketing-strategy is {self.strategy!r} and --bucketing-file is "
                 f"{self.file or 'none'!r}: the strategy 'file' and a file need each other"
             )
-        if self.traffic is not None and self.strategy != "fitted":
+        if self.traffic and self.strategy != "fitted":
             raise ConfigError(
                 f"--bucketing-strategy is {self.strategy!r} and --bucketing-traffic is "
                 f"{self.traffic!r}: only the strategy 'fitted' has a traffic"

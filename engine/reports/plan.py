@@ -73,7 +73,7 @@ class Plan:
     @property
     def num_graphs(self) -> int:
         """Buckets that a warm-up compiles and captures."""
-        return len(self.table.reachable) if self.table is not None and self.captures else 0
+        return len(self.table.reachable) if self.table and self.captures else 0
 
     @property
     def graph_bytes(self) -> tuple[int, int]:

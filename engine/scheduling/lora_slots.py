@@ -355,7 +355,7 @@ class AdapterQueue(WaitingQueue):
             for request in passed:
                 if self._requests.get(request.key) is request:
                     self._push(request)
-        while (first := super().peek(is_new=is_new)) is not None:
+        while first := super().peek(is_new=is_new):
             if self._slots.may_start(first):
                 return first
             self._pop(first)

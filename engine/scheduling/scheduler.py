@@ -370,7 +370,7 @@ class Scheduler:
         if kv.offload is not None and kv.offload.version != self._files_version:
             self._files_version = kv.offload.version
             self.waiting.restore()
-        while budget > 0 and self._free_indices and (request := self._next()) is not None:
+        while budget > 0 and self._free_indices and (request := self._next()):
             if output.num_tokens >= self._launch_tokens or not self._has_free_index(request):
                 break
             if self._is_kept_apart(request):

@@ -157,14 +157,14 @@ class GaudiEvent:
 
     def wait(self) -> None:
         self._event.synchronize()
-        if self._copied is not None:
+        if self._copied:
             self._copied.synchronize()
         self._copies.wait_until(self._number)
 
     def done(self) -> bool:
         if not self._event.query():
             return False
-        if self._copied is not None and not self._copied.query():
+        if self._copied and not self._copied.query():
             return False
         return self._copies.have_arrived(self._number)
 

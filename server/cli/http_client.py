@@ -189,7 +189,7 @@ class HttpClient:
             return connection, await self._exchange(connection, request)
         except (OSError, EOFError):
             connection.writer.close()
-            is_plain = self._tls is None and self._socket_path is None
+            is_plain = not (self._tls or self._socket_path)
             hint = "; if it speaks TLS, its URL begins with https://" if is_plain else ""
             raise HttpFailure(
                 f"{self._url} closed the connection without an answer{hint}"
