@@ -26,7 +26,6 @@ from server.http.access_log import RequestRecord, record_of
 from server.http.body import INLINE_VALUES
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import EngineFailed, Fault, fault_of
-from server.http.fair_threads import current_client
 from server.http.sse import Envelope, EventStream
 from server.openai.schema.generation import GenerationBody
 from server.parsers.stream.base import ParserEvent, TextDelta
@@ -295,18 +294,12 @@ def tenant_of(state: AppState, record: RequestRecord) -> int:
     return int(record.owner[:15], 16)
 
 
-async def check_grammar(state: AppState, request: Request, field: str, spec: GrammarSpec) -> None:
+async def check_grammar(state: AppState, field: str, spec: GrammarSpec) -> None:
     """Compile the grammar of `field` in the engine, so that its errors are reported before the
-    response begins. Clients take turns. Raises UserError, Overloaded, and ClientGone when the
-    client disconnects."""
-
-    async def compile_in_turn() -> None:
-        async with state.grammars.hold(current_client.get() or ""):
-            await state.client.control(COMPILE_GRAMMAR, spec=msgspec.to_builtins(spec))
-
+    response begins. Raises UserError and Overloaded."""
+    call = state.client.control(COMPILE_GRAMMAR, spec=msgspec.to_builtins(spec))
     try:
-        with CancelOnDisconnect(request.receive):
-            await asyncio.wait_for(compile_in_turn(), GRAMMAR_TIMEOUT_S)
+        await asyncio.wait_for(call, GRAMMAR_TIMEOUT_S)
     except UserError as error:
         raise UserError(error.message, param=field) from None
     except asyncio.TimeoutError:

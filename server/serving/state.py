@@ -23,7 +23,6 @@ from server.multimodal.inputs import ImageInputs
 from server.serving.progress import describe
 from server.serving.tracking import RequestTracker
 from server.text.chat_template import ChatTemplate
-from server.text.fair_slots import FairSlots
 from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -35,10 +34,6 @@ DRAINING_RETRY_S = 30
 NAME_CHARACTERS_SHOWN = 200
 NAMES_SHOWN = 3
 MAX_RECENT = 100
-MAX_GRAMMARS = 8
-"""Grammars that the engine compiles for this server at once; half of them for a client. The engine
-has two threads, so a grammar waits for about two grammars of each other client."""
-MAX_WAITING_GRAMMARS = 64
 
 
 @dataclass(slots=True)
@@ -85,8 +80,6 @@ class AppState:
     """Requests of any kind whose response has not ended, including streams."""
     bodies: BodyReader = field(init=False)
     """Reader of request bodies within this server's limits."""
-    grammars: FairSlots = field(init=False)
-    """Slots of grammars that the engine compiles."""
     api_keys: ApiKeys = field(init=False)
     template_defaults: Mapping[str, Any] = field(init=False)
     """Variables of the chat template that a request may override."""
@@ -95,12 +88,6 @@ class AppState:
 
     def __post_init__(self) -> None:
         self.bodies = BodyReader(self.config.max_body_bytes)
-        self.grammars = FairSlots(
-            "grammars",
-            total=MAX_GRAMMARS,
-            per_client=MAX_GRAMMARS // 2,
-            max_waiting=MAX_WAITING_GRAMMARS,
-        )
         self.api_keys = ApiKeys(self.config.api_keys, self.config.api_key_file)
         self.template_defaults = self.config.template_defaults
         digest = hashlib.sha256(f"{self.version}:{self.root}".encode()).hexdigest()

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from http_rig import TalkingClient, in_memory, on_port
+from http_rig import TalkingClient, in_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +14,6 @@ from config.errors import UserError
 from config.params import structured_output
 from config.params.structured_output import GrammarSpec
 from server.serving import job
-from server.serving.state import MAX_GRAMMARS
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TEXT = '{"type":"object","properties":{"b":{},"a":{}}}'
@@ -80,45 +79,6 @@ async def test_every_field_becomes_its_spec_compiled_before_the_request_is_sent(
 
     assert client.compiled == ([] if spec is None else [spec] * 2)
     assert [queue.sampling.structured_outputs for queue in client.queues] == [spec] * 2
-
-
-class SlowClient(CompilingClient):
-    """Compiles all specs but `b` only when `is_free` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_free = asyncio.Event()
-
-    async def control(self, name: str, **arguments: Any) -> Any:
-        await super().control(name, **arguments)
-        if self.compiled[-1].text != "b":
-            await self.is_free.wait()
-
-
-async def test_clients_take_turns_with_grammars_and_those_who_leave_compile_nothing() -> None:
-    client = SlowClient()
-    keys = [{"authorization": f"Bearer {key}"} for key in "ab"]
-    body = {"prompt": "hi", "max_tokens": 1}
-    async with on_port(client, api_keys=("a", "b")) as rig:
-
-        def ask(key: int, text: str) -> Any:
-            fields = {**body, "guided_regex": text}
-            return rig.http.post("/v1/completions", json=fields, headers=keys[key])
-
-        flood = [asyncio.ensure_future(ask(0, f"x{number}")) for number in range(30)]
-        await asyncio.sleep(0.3)
-        num_before = len(client.compiled)
-        answer = await asyncio.wait_for(ask(1, "b"), 5)
-        for asked in flood[5:]:
-            asked.cancel()
-        await asyncio.sleep(0.5)
-        client.is_free.set()
-        answers = await asyncio.gather(*flood[:5])
-
-    assert num_before == MAX_GRAMMARS // 2
-    assert answer.status_code == 200, answer.text
-    assert [one.status_code for one in answers] == [200] * 5
-    assert len(client.compiled) <= num_before + 1 + 5
 
 
 async def test_a_structural_tag_keeps_its_own_fields() -> None:
