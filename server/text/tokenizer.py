@@ -10,9 +10,9 @@ from typing import TypeVar
 from tokenizers import Encoding
 
 from config.errors import Overloaded, UserError
+from config.fair_threads import FairThreads
 from config.loading.env import cache_home
 from config.native import panics_as_errors
-from server.http.fair_threads import FairThreads
 from server.text.bounded_encoder import BoundedEncoder
 from server.text.control_tokens import ControlTokenEncoder
 from server.text.length_bounds import token_length_bound
