@@ -98,8 +98,9 @@ class FairThreads(ThreadPoolExecutor):
         own = (self._clients.get(name) or _Client()).num_calls
         num_clients = len(self._clients) + (name not in self._clients)
         share = max(1, self._max_calls // num_clients)
-        total = sum(client.num_calls for client in self._clients.values())
-        if total >= self._max_calls and own >= share:
+        if own < share:
+            return
+        if sum(client.num_calls for client in self._clients.values()) >= self._max_calls:
             raise Overloaded(f"{own} {self._nouns} of this client wait, at most {share:g} may")
 
     def _forget_cancelled(self, client: "_Client", future: "Future[Any]") -> None:
