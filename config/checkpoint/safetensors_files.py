@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -139,11 +140,14 @@ def read_header(file: Path) -> list[StoredTensor]:
         begin = _check_header_size(file)
         with safe_open(file, framework="numpy"), file.open("rb") as opened:
             opened.seek(_LENGTH_BYTES)
-            header = json.loads(opened.read(begin - _LENGTH_BYTES))
+            text = opened.read(begin - _LENGTH_BYTES)
+            header = json.loads(text, object_pairs_hook=unique_fields)
     except SafetensorError as error:
         raise ConfigError(f"{file} is not a whole safetensors file: {error!s:.300}") from error
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is not a whole safetensors file: {error!s:.300}") from error
     header.pop("__metadata__", None)
     tensors = (
         StoredTensor(name, entry["dtype"], tuple(entry["shape"]), begin + first, last - first)
@@ -151,6 +155,16 @@ def read_header(file: Path) -> list[StoredTensor]:
         for first, last in (entry["data_offsets"],)
     )
     return sorted(tensors, key=lambda tensor: tensor.offset)
+
+
+def unique_fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Hook of json.loads for headers. Raises ValueError for a name that is twice in an object:
+    readers may take different entries. Other threads may run between the calls."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        name, count = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"its header has {shown(name)[:200]} {count} times")
+    return fields
 
 
 def _check_header_size(file: Path) -> int:

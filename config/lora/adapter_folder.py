@@ -2,6 +2,7 @@
 file, read once, so that header, values and hash come from the same bytes."""
 
 import hashlib
+import json
 import math
 import os
 import stat
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from config.checkpoint.safetensors_files import StoredTensor
+from config.checkpoint.safetensors_files import StoredTensor, unique_fields
 from config.errors import ConfigError
 from config.model.json_fields import Json, parse_json_object, shown
 
@@ -256,8 +257,11 @@ class OpenWeights:
                 )
             decode = msgspec.json.Decoder(_Entry).decode
             entries = {name: decode(entry) for name, entry in raw.items()}
+            json.loads(header[_LENGTH_BYTES:], object_pairs_hook=unique_fields)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._broken(f"its header is not valid, {error}") from None
+        except ValueError as error:
+            raise self._broken(str(error)) from None
         base = len(header)
         tensors = [
             StoredTensor(

@@ -29,6 +29,7 @@ from engine.transport.messages import (
     Abort,
     Adapters,
     AddRequest,
+    CancelControl,
     Control,
     EngineStats,
     Failed,
@@ -341,6 +342,8 @@ class SingleEngineClient:
             ) from None
         finally:
             del self._calls[call]
+            if answer.cancelled():
+                self._send(CancelControl(call))
 
     async def wait_ready(self) -> Ready:
         """Wait for the end of the start-up. Raises EngineDied when it fails, ConfigError if an

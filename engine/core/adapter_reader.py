@@ -1,12 +1,11 @@
 """AdapterReader: checks the files of adapters before the engine serves them."""
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cached_property
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, Overloaded
+from config.errors import ConfigError
+from config.fair_threads import FairThreads, client_of_task
 from config.lora.adapter import load_adapter
 from config.lora.adapter_folder import AdapterFolder
 from config.lora.base_modules import BaseModules
@@ -16,7 +15,8 @@ from config.model.read_config import read_model_config
 from config.params.lora import NamedAdapter
 
 MAX_PENDING = 64
-"""Maximum number of adapters that wait to be read."""
+"""Maximum number of adapters that wait to be read; more only for clients with less than their
+share."""
 
 
 class AdapterReader:
@@ -24,8 +24,7 @@ class AdapterReader:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._pool: ThreadPoolExecutor | None = None
-        self._room = threading.BoundedSemaphore(MAX_PENDING)
+        self._threads = FairThreads(1, "adapters", max_calls=MAX_PENDING, nouns="adapters")
 
     def read(self, adapter: NamedAdapter) -> LoRAInfo:
         """Read and check an adapter. Raises ConfigError if it cannot be served."""
@@ -50,19 +49,11 @@ class AdapterReader:
     def _extra_targets(self) -> tuple[str, ...]:
         return extra_targets(self._config.lora, self._base, self._config.download_dir)
 
-    def submit(self, adapter: NamedAdapter, on_done: Callable[["Future[LoRAInfo]"], None]) -> None:
-        """Read an adapter on the reader's thread and call `on_done` there. Raises Overloaded."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        if not self._room.acquire(blocking=False):
-            raise Overloaded(f"{MAX_PENDING} adapters wait to be read, at most {MAX_PENDING} may")
-
-        def done(future: "Future[LoRAInfo]") -> None:
-            self._room.release()
-            on_done(future)
-
-        self._pool.submit(self.read, adapter).add_done_callback(done)
+    def submit(self, adapter: NamedAdapter, client: str) -> "Future[LoRAInfo]":
+        """Read an adapter on the reader's thread, in the turn of `client`. Raises Overloaded.
+        Cancel the future to take the adapter out of the queue."""
+        with client_of_task(client):
+            return self._threads.submit(self.read, adapter)
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -14,7 +14,7 @@ import msgspec
 from config.errors import EngineDied
 from engine.executors.base import Lockstep
 from engine.structured_output.grammar import Grammar
-from engine.transport.messages import Abort, AddRequest, ToEngine
+from engine.transport.messages import Abort, AddRequest, Control
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,11 @@ class FrontEndChange:
     is_connected: bool
 
 
-Entry = tuple[int, ToEngine, list[bytes], Grammar | None] | FrontEndChange | BaseException
+Entry = (
+    tuple[int, AddRequest | Abort | Control, list[bytes], Grammar | None]
+    | FrontEndChange
+    | BaseException
+)
 
 LATE_S = 120.0
 """Maximum time that a rank waits for a request that rank 0 has received."""

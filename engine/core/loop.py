@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
@@ -42,6 +42,7 @@ from engine.transport.messages import (
     Abort,
     Adapters,
     AddRequest,
+    CancelControl,
     Control,
     Failed,
     Finish,
@@ -111,8 +112,11 @@ class EngineLoop:
         self._compiler = GrammarCompiler(limits_time=not self._is_lockstep)
         self._adapters = AdapterReader(config)
         self._lock = threading.Lock()
-        self._compiling: set[int] = set()
-        """Keys of requests that enter the inbox once their grammar is compiled."""
+        self._compiling: dict[int, tuple[Future[Grammar], str]] = {}
+        """Futures of the grammars of requests, which then enter the inbox, and their clients; by
+        key."""
+        self._calls: dict[tuple[int, int], Callable[[], object]] = {}
+        """Functions that cancel controls, by front end and call."""
         self._ready: Ready | None = None
         """The Ready message once it was sent; None before."""
         self._block_size: int | None = None
@@ -127,6 +131,9 @@ class EngineLoop:
     def receive(self, front_end: int, message: ToEngine) -> None:
         """Receive a message of a front end. Hashes the prompt on the calling thread; grammars are
         compiled on other threads."""
+        if isinstance(message, CancelControl):
+            self._cancel_controls([(front_end, message.call)])
+            return
         if isinstance(message, Control) and message.name == COMPILE_GRAMMAR:
             self._compile(front_end, message)
             return
@@ -142,8 +149,7 @@ class EngineLoop:
             self._emit(front_end, _error_reply(message.call, UserError(error)))
             return
         if isinstance(message, Abort):
-            with self._lock:
-                self._compiling.difference_update(message.keys)
+            self._cancel_compiling(message.keys)
         if not isinstance(message, AddRequest):
             self._inbox.put((front_end, message, [], None))
             return
@@ -169,15 +175,15 @@ class EngineLoop:
         if spec is None:
             self._inbox.put((front_end, message, hashes, None))
             return
-        with self._lock:
-            self._compiling.add(message.key)
-        self._when_compiled(spec, lambda result: self._admit(front_end, message, hashes, result))
+        self._compile_for(front_end, message, hashes, spec)
 
     def front_end_changed(self, front_end: int, *, is_connected: bool) -> None:
         """Handle a disconnect, which aborts the front end's requests, or a successor's connect."""
         with self._lock:
             gone = [key for key in self._compiling if key >> FRONT_END_SHIFT == front_end]
-            self._compiling.difference_update(gone)
+            calls = [call for call in self._calls if call[0] == front_end]
+        self._cancel_compiling(gone)
+        self._cancel_controls(calls)
         self._inbox.put(FrontEndChange(front_end, is_connected))
 
     def _announce(self, front_end: int, hashes: list[bytes]) -> None:
@@ -187,27 +193,66 @@ class EngineLoop:
             if other != front_end and hashes:
                 self._emit(other, message)
 
+    def _compile_for(
+        self, front_end: int, message: AddRequest, hashes: list[bytes], spec: GrammarSpec
+    ) -> None:
+        """Compile the grammar of a request, which then enters the inbox, now or later, on any
+        thread."""
+
+        def done(result: Grammar | Exception) -> None:
+            with self._lock:
+                if message.key not in self._compiling:
+                    return  # aborted in the meantime
+                del self._compiling[message.key]
+            if isinstance(result, Grammar):
+                self._inbox.put((front_end, message, hashes, result))
+            else:
+                self._reject(message, result)
+
+        # The grammar was compiled for COMPILE_GRAMMAR, in a turn of the client that sent it.
+        client = f"tenant {message.tenant}"
+        try:
+            future = self._compiler.compile(spec, client)
+        except Overloaded as error:
+            self._reject(message, error)
+            return
+        with self._lock:
+            self._compiling[message.key] = (future, client)
+        _when_compiled(future, done)
+
     def _compile(self, front_end: int, control: Control) -> None:
         """Answer a control that compiles a grammar, now or later, on any thread."""
+        name = (front_end, control.call)
 
         def answer(result: Grammar | Exception) -> None:
+            with self._lock:
+                if name not in self._calls:
+                    return
+                del self._calls[name]
             reply = Reply(control.call)
             if isinstance(result, Exception):
                 reply = _error_reply(control.call, result)
             self._emit(front_end, reply)
 
+        client = str(control.arguments.get("client", ""))
         try:
             spec = msgspec.convert(control.arguments.get("spec"), GrammarSpec)
-        except (msgspec.ValidationError, UserError) as error:
-            answer(error)
+            future = self._compiler.compile(spec, client)
+        except (msgspec.ValidationError, UserError, Overloaded) as error:
+            self._emit(front_end, _error_reply(control.call, error))
             return
-        self._when_compiled(spec, answer)
+        with self._lock:
+            self._calls[name] = lambda: self._compiler.withdraw(future, client)
+        _when_compiled(future, answer)
 
     def _read_adapter(self, front_end: int, control: Control) -> None:
         """Check the files of an adapter on another thread, then register the adapter on the thread
         of the loop."""
+        name = (front_end, control.call)
 
         def done(future: "Future[LoRAInfo]") -> None:
+            with self._lock:
+                self._calls.pop(name, None)
             if future.cancelled():
                 return
             error = future.exception()
@@ -221,41 +266,30 @@ class EngineLoop:
                 refusal = RequestFailed("the adapter cannot be read")
             self._emit(front_end, _error_reply(control.call, refusal))
 
+        adapter = NamedAdapter(*control.arguments["adapter"])
+        client = str(control.arguments.get("client", ""))
         try:
-            self._adapters.submit(NamedAdapter(*control.arguments["adapter"]), done)
+            future = self._adapters.submit(adapter, client)
         except Overloaded as error:
             self._emit(front_end, _error_reply(control.call, error))
-
-    def _when_compiled(
-        self, spec: GrammarSpec, on_done: Callable[[Grammar | Exception], None]
-    ) -> None:
-        """Call `on_done` with the grammar or the error, unless the loop ends first."""
-
-        def done(future: "Future[Grammar]") -> None:
-            if future.cancelled():
-                return
-            error = future.exception()
-            assert error is None or isinstance(error, Exception)
-            # Do not reject when the engine dies: requests may resume on another engine.
-            if not isinstance(error, EngineDied):
-                on_done(future.result() if error is None else error)
-
-        try:
-            self._compiler.compile(spec).add_done_callback(done)
-        except Overloaded as error:
-            on_done(error)
-
-    def _admit(
-        self, front_end: int, message: AddRequest, hashes: list[bytes], result: Grammar | Exception
-    ) -> None:
+            return
         with self._lock:
-            if message.key not in self._compiling:
-                return  # aborted in the meantime
-            self._compiling.discard(message.key)
-        if isinstance(result, Grammar):
-            self._inbox.put((front_end, message, hashes, result))
-        else:
-            self._reject(message, result)
+            # An adapter that is being read stays: other engines may have registered it.
+            self._calls[name] = future.cancel
+        future.add_done_callback(done)
+
+    def _cancel_compiling(self, keys: Iterable[int]) -> None:
+        """Forget requests whose grammar is being compiled; ignores other keys."""
+        with self._lock:
+            gone = [self._compiling.pop(key) for key in keys if key in self._compiling]
+        for future, client in gone:
+            self._compiler.withdraw(future, client)
+
+    def _cancel_controls(self, names: Iterable[tuple[int, int]]) -> None:
+        with self._lock:
+            gone = [self._calls.pop(name) for name in names if name in self._calls]
+        for cancel in gone:
+            cancel()
 
     def _reject(self, message: AddRequest, error: Exception) -> None:
         finish = Finish(
@@ -424,6 +458,24 @@ class EngineLoop:
         infos = core.take_adapters()
         if infos is not None:
             self._emit(None, Adapters(infos))
+
+
+def _when_compiled(
+    future: "Future[Grammar]", on_done: Callable[[Grammar | Exception], None]
+) -> None:
+    """Call `on_done` with the grammar or the error, unless the engine ends first or nobody waits
+    for the grammar."""
+
+    def done(future: "Future[Grammar]") -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        assert error is None or isinstance(error, Exception)
+        # Do not reject when the engine dies: requests may resume on another engine.
+        if not isinstance(error, EngineDied):
+            on_done(future.result() if error is None else error)
+
+    future.add_done_callback(done)
 
 
 def describe_failure(error: Exception, engine: int = 0) -> Failed:

@@ -8,23 +8,29 @@ more stack.
 A spec that the library refuses, crashes on, or does not finish within the fork's limits of
 processor time and memory is a UserError, which is cached like a grammar. A trial that failed for
 another reason (its wall time on a busy machine, a signal, a lost process) raises Overloaded, and
-the next request tries again."""
+the next request tries again.
+
+Clients take turns. A spec that several clients wait for is compiled in the first turn of any of
+them, and its compilation is cancelled when all of them have left."""
 
 import contextlib
 import logging
 import os
 import threading
-from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, OrderedDict
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
 
 from config.errors import EngineDied, Overloaded, UserError
+from config.fair_threads import FairThreads, client_of_task
 from config.native import panics_as_errors
 from config.params.structured_output import FREE, GrammarSpec
 from engine.process.isolation import (
     Call,
+    CallCancelled,
+    Cancellation,
     ForkServer,
     Limits,
     failures_of_requests,
@@ -33,9 +39,12 @@ from engine.structured_output.grammar import Grammar, Vocabulary
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 2
+NUM_THREADS = 3
+THREADS_PER_CLIENT = 2
+"""Maximum threads of a client: another client does not wait for two slow specs of this client."""
 MAX_PENDING = 64
-"""Maximum specs that wait for a thread or are being compiled."""
+"""Maximum specs that wait for a thread or are being compiled; more only for clients with less than
+their share."""
 MAX_CACHED = 256
 """Maximum cached grammars and errors; the least recently requested spec is evicted."""
 MAX_CACHED_BYTES = 512 * 2**20
@@ -63,16 +72,38 @@ class _Checked(msgspec.Struct, array_like=True):
     error: str | None = None
 
 
+class _Compilation:
+    """A spec that is being compiled, or that waits for a turn. Guarded by the compiler's lock."""
+
+    __slots__ = ("cancellation", "future", "has_started", "spec", "turns", "waiters")
+
+    def __init__(self, spec: GrammarSpec) -> None:
+        self.spec = spec
+        self.future: Future[Grammar] = Future()
+        self.cancellation = Cancellation()
+        self.has_started = False
+        self.waiters: Counter[str] = Counter()
+        """Number of calls of `compile` for each client that waits for the grammar."""
+        self.turns: dict[str, Future[None]] = {}
+        """The turn of each client that began to wait before the compilation started."""
+
+
 class GrammarCompiler:
     """Compiles and caches grammars. Thread-safe after `start`."""
 
     def __init__(self, *, limits_time: bool = True) -> None:
         """`limits_time`: see Grammar."""
         self._limits_time = limits_time
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._threads = FairThreads(
+            NUM_THREADS,
+            "grammar",
+            per_client=THREADS_PER_CLIENT,
+            max_calls=MAX_PENDING,
+            nouns="grammars",
+        )
         self._lock = threading.Lock()
         self._cached: OrderedDict[GrammarSpec, Future[Grammar]] = OrderedDict()
-        self._num_pending = 0
+        self._pending: dict[Future[Grammar], _Compilation] = {}
         self._vocabulary: Future[Vocabulary] | None = None
         self._fork_server: ForkServer | None = None
 
@@ -101,25 +132,41 @@ class GrammarCompiler:
             if not vocabulary.cancelled() and vocabulary.exception() is None:
                 self._fork_server.start()
 
-    def compile(self, spec: GrammarSpec) -> "Future[Grammar]":
-        """A future of the grammar of `spec`, or of a UserError. Raises Overloaded if too many specs
-        are pending."""
+    def compile(self, spec: GrammarSpec, client: str = "") -> "Future[Grammar]":
+        """A future of the grammar of `spec`, or of a UserError, that all callers share. Raises
+        Overloaded if too many specs of `client` are pending."""
         with self._lock:
-            cached_future = self._cached.get(spec)
-            if cached_future is not None and _bytes_of(cached_future) <= MAX_GRAMMAR_BYTES:
-                self._cached.move_to_end(spec)
-                return cached_future
-            if self._num_pending >= MAX_PENDING:
-                raise Overloaded(f"{self._num_pending} grammars wait, at most {MAX_PENDING} may")
-            self._num_pending += 1
-            cached = self._cached
-            cached[spec] = future = self._threads.submit(self._compile_checked, spec)
-            num_bytes = sum(map(_bytes_of, cached.values()))
-            while len(cached) > MAX_CACHED + MAX_PENDING or num_bytes > MAX_CACHED_BYTES:
-                num_bytes -= _bytes_of(cached.popitem(last=False)[1])
-        # Outside of the lock: the callback may run at once.
-        future.add_done_callback(lambda done: self._forget_interrupted(spec, done))
-        return future
+            future = self._cached.get(spec)
+            if future is None or _bytes_of(future) > MAX_GRAMMAR_BYTES:
+                return self._add(spec, client)
+            self._cached.move_to_end(spec)
+            if future in self._pending:
+                compilation = self._pending[future]
+                if not compilation.has_started and client not in compilation.turns:
+                    # The turns of other clients may come much later.
+                    compilation.turns[client] = self._take_turn(compilation, client)
+                compilation.waiters[client] += 1
+            return future
+
+    def withdraw(self, future: "Future[Grammar]", client: str = "") -> None:
+        """Undo a call of `compile` whose caller no longer waits for `future`: if nobody waits, the
+        spec leaves the queue, or its fork is killed. No effect after the end of the compilation."""
+        with self._lock:
+            if future not in self._pending:
+                return
+            compilation = self._pending[future]
+            compilation.waiters[client] -= 1
+            if compilation.waiters[client] > 0:
+                return
+            del compilation.waiters[client]
+            if client in compilation.turns:
+                compilation.turns.pop(client).cancel()
+            if compilation.waiters:
+                return
+            self._forget(compilation)
+            compilation.cancellation.cancel()
+        # Outside of the lock: callbacks run at once. No effect if the compilation has started.
+        future.cancel()
 
     def close(self) -> None:
         """Stop compiling; safe to call twice."""
@@ -127,22 +174,66 @@ class GrammarCompiler:
         if self._fork_server is not None:
             self._fork_server.close()
 
-    def _forget_interrupted(self, spec: GrammarSpec, done: "Future[Grammar]") -> None:
-        """Drop a cached result that was not caused by `spec`, such as Overloaded."""
-        if not done.cancelled() and isinstance(done.exception(), UserError | None):
-            return
-        with self._lock:
-            if self._cached.get(spec) is done:
-                del self._cached[spec]
+    def _add(self, spec: GrammarSpec, client: str) -> "Future[Grammar]":
+        """Start a compilation. The caller holds the lock."""
+        compilation = _Compilation(spec)
+        compilation.turns[client] = self._take_turn(compilation, client)
+        compilation.waiters[client] = 1
+        cached, future = self._cached, compilation.future
+        cached[spec] = future
+        self._pending[future] = compilation
+        num_bytes = sum(map(_bytes_of, cached.values()))
+        while len(cached) > MAX_CACHED + MAX_PENDING or num_bytes > MAX_CACHED_BYTES:
+            num_bytes -= _bytes_of(cached.popitem(last=False)[1])
+        return future
 
-    def _compile_checked(self, spec: GrammarSpec) -> Grammar:
+    def _take_turn(self, compilation: _Compilation, client: str) -> "Future[None]":
+        with client_of_task(client):
+            return self._threads.submit(self._run, compilation)
+
+    def _run(self, compilation: _Compilation) -> None:
+        """Compile in a client's turn, unless another client's turn came first."""
+        with self._lock:
+            if compilation.has_started or compilation.cancellation.is_cancelled:
+                return
+            compilation.has_started = True
+            future = compilation.future
+            future.set_running_or_notify_cancel()
+        try:
+            grammar = self._compile_checked(compilation.spec, compilation.cancellation)
+        except BaseException as error:
+            self._finish(compilation, has_result=isinstance(error, UserError))
+            future.set_exception(error)
+            # A cycle of the traceback, this frame and the future would keep memory alive.
+            del future
+        else:
+            self._finish(compilation, has_result=True)
+            future.set_result(grammar)
+
+    def _finish(self, compilation: _Compilation, *, has_result: bool) -> None:
+        """Handle the end of a compilation. `has_result`: the grammar, or an error that the spec
+        causes, stays cached; another error, such as Overloaded, does not."""
+        with self._lock:
+            self._pending.pop(compilation.future, None)
+            for turn in compilation.turns.values():
+                turn.cancel()
+            if not has_result:
+                self._forget(compilation)
+
+    def _forget(self, compilation: _Compilation) -> None:
+        """Let the next call of `compile` start another compilation. The caller holds the lock."""
+        self._pending.pop(compilation.future, None)
+        if self._cached.get(compilation.spec) is compilation.future:
+            del self._cached[compilation.spec]
+
+    def _compile_checked(self, spec: GrammarSpec, cancellation: Cancellation) -> Grammar:
         assert self._vocabulary is not None, "compile before start"
         try:
             with panics_as_errors():
                 vocabulary = self._vocabulary.result()
                 if spec.kind == FREE:
                     return Grammar(spec, vocabulary, limits_time=self._limits_time)
-                checked = self._check(spec)
+                checked = self._check(spec, cancellation)
                 return Grammar(
                     spec,
                     vocabulary,
@@ -152,22 +243,21 @@ class GrammarCompiler:
                 )
         except (UserError, Overloaded, EngineDied):
             raise
+        except CallCancelled:
+            raise Overloaded(f"compiling the {spec.kind} was cancelled") from None
         except MemoryError:
             raise Overloaded(f"there is no memory to compile the {spec.kind}") from None
         except Exception as error:  # thread boundary: a bug of ours or of the library
             logger.exception("a grammar of kind %s broke the compiler", spec.kind)
             raise UserError(f"the {spec.kind} cannot be compiled: {error}") from error
-        finally:
-            with self._lock:
-                self._num_pending -= 1
 
-    def _check(self, spec: GrammarSpec) -> _Checked:
+    def _check(self, spec: GrammarSpec, cancellation: Cancellation) -> _Checked:
         """Compile `spec` in a fork. Raises UserError if the spec caused a failure, else
         Overloaded."""
         assert self._fork_server is not None, "compile before start"
         action, refusal = f"compiling the {spec.kind}", f"the {spec.kind} cannot be compiled"
         with failures_of_requests(action, refusal, param="structured_outputs"):
-            answer = self._fork_server.call(msgspec.msgpack.encode(spec))
+            answer = self._fork_server.call(msgspec.msgpack.encode(spec), cancellation=cancellation)
         checked = msgspec.msgpack.decode(answer, type=_Checked)
         if checked.error is not None:
             raise UserError(checked.error, param="structured_outputs")

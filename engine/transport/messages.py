@@ -34,13 +34,13 @@ def engine_of(key: int) -> int:
 
 
 COMPILE_GRAMMAR = "compile_grammar"
-"""Control with the argument `spec`, a GrammarSpec as a list; fails when the grammar cannot be
-compiled."""
+"""Control with the arguments `spec`, a GrammarSpec as a list, and `client`, the API key or address
+whose turn it takes; fails when the grammar cannot be compiled."""
 
 
 LOAD_ADAPTER, UNLOAD_ADAPTER = "load_lora_adapter", "unload_lora_adapter"
-"""Controls with the argument `adapter` (a NamedAdapter) and `lora_name`. UNLOAD_ADAPTER returns the
-number of requests that still use the adapter."""
+"""Controls with the arguments `adapter` (a NamedAdapter) and `client`, like COMPILE_GRAMMAR's, and
+with `lora_name`. UNLOAD_ADAPTER returns the number of requests that still use the adapter."""
 REGISTER_ADAPTER = "register_lora_adapter"
 """The control that replaces LOAD_ADAPTER in the engine, once the adapter's files were checked."""
 
@@ -126,7 +126,14 @@ class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag
     arguments: dict[str, Any] = {}
 
 
-ToEngine = AddRequest | Abort | Control
+class CancelControl(msgspec.Struct, array_like=True, gc=False, tag=4):
+    """Cancel a COMPILE_GRAMMAR, or a LOAD_ADAPTER whose adapter is not being read yet: its caller
+    waits no longer. No Reply follows. Other controls and unknown calls are not affected."""
+
+    call: int
+
+
+ToEngine = AddRequest | Abort | Control | CancelControl
 
 
 SLEEPING = "the engine sleeps"

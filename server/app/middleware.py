@@ -14,12 +14,12 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config.errors import Overloaded
+from config.fair_threads import client_of_task, current_client
 from config.log import PROBES
 from config.native import panics_as_errors
 from server.anthropic.errors import is_messages, refusal
 from server.http.access_log import RequestRecord, attach_record, detach_record, record_of
 from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of, release_frames
-from server.http.fair_threads import client_of_task, current_client
 from server.http.pacing import LoopPacer
 from server.http.trusted_proxies import TrustedProxies
 from server.openai.schema.generation import MAX_REQUEST_ID_CHARACTERS, is_header_word

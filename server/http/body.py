@@ -12,10 +12,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from config.errors import Overloaded, UserError
+from config.fair_threads import FairThreads
 from config.malloc import trim_memory
 from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
-from server.http.fair_threads import FairThreads
 from server.http.json_decoder import PIECE_BYTES, decode_json
 from server.http.json_encoder import encode_json
 

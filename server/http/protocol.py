@@ -309,6 +309,7 @@ class HttpProtocol(HttpToolsProtocol):
                 f"{len(self.pipeline) + 1} requests would wait on this connection, at most "
                 f"{MAX_PIPELINED} may.",
             )
+        self._check_head()
         if self.parser.should_upgrade():
             self._check_upgrade()
         super().on_headers_complete()
@@ -404,6 +405,31 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _has_pending_response(self) -> bool:
         return self._responding is not None and not self._responding.response_complete
+
+    def _check_head(self) -> None:
+        """Reject a request of another version than 1.0 and 1.1, without the Host header that
+        HTTP/1.1 requires, with several, or with a transfer coding other than chunked, which
+        httptools would ignore."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise _Rejected(400, f"The request is HTTP/{version}; send it as HTTP/1.1.")
+        num_hosts, codings = 0, []
+        for name, value in self.headers:
+            if name == b"host":
+                num_hosts += 1
+            elif name == b"transfer-encoding":
+                codings.append(value)
+        if num_hosts > 1 or (not num_hosts and version == "1.1"):
+            raise _Rejected(
+                400, f"The request has {num_hosts} Host headers, HTTP/1.1 requires exactly 1."
+            )
+        coding = b", ".join(codings).strip().lower()
+        if codings and coding != b"chunked":
+            raise _Rejected(
+                400,
+                f"The transfer encoding of the body is {coding[:40].decode('latin-1')!r}, only "
+                "'chunked' is supported.",
+            )
 
     def _check_upgrade(self) -> None:
         """Reject an upgrade offer on a request with a body: httptools would parse the body as the

@@ -13,6 +13,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from engine.client.base import EngineClient
 from engine.client.router import REASONS
 from engine.transport.messages import EngineStats
+from server.http.body_bounds import decimal_number
 from server.metrics.counters import Counter, Histogram, Registry, SharedSnapshots
 from server.metrics.engine import EngineCollector
 from server.metrics.requests import LABELS, RequestMetrics
@@ -228,7 +229,7 @@ def openmetrics_version(accept: str) -> str | None:
         kind, *options = (part.strip() for part in offer.split(";"))
         values = dict(option.partition("=")[::2] for option in options)
         try:
-            quality = float(values.get("q", "1"))
+            quality = decimal_number(values.get("q", "1"))
         except ValueError:
             continue
         version = None

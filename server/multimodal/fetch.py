@@ -64,7 +64,7 @@ FRAMES_TYPE = "video/jpeg"
 """Media type of a data: URL with comma-separated base64 frames, as in vLLM."""
 VIDEO_TYPES = (
     *("video/mp4", "video/webm", "video/quicktime", "video/x-matroska", "video/x-msvideo"),
-    *("video/avi", FRAMES_TYPE, "image/gif", "image/webp", "image/png", "image/apng"),
+    *("video/avi", "video/gif", FRAMES_TYPE, "image/gif", "image/webp", "image/png", "image/apng"),
 )
 _SHOWN = 60
 _PORT = 443

@@ -137,7 +137,7 @@ async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_pr
     is_long = body.visible_tools or body.is_large
     answers = await asyncio.to_thread(make_format) if is_long else make_format()
     if answers.grammar is not None:
-        await check_grammar(state, answers.param, answers.grammar)
+        await check_grammar(state, request, answers.param, answers.grammar)
     return await start_job(
         state,
         request,

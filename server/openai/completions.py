@@ -75,7 +75,7 @@ async def _start(state: AppState, request: Request) -> Job:
             log_prompt(record_of(request.scope), prompt.text or repr(prompt.token_ids))
     constraint = await body.on_thread_if_large(lambda: body.constraint)
     if constraint is not None:
-        await check_grammar(state, *constraint)
+        await check_grammar(state, request, *constraint)
     return await start_job(
         state,
         request,

@@ -13,8 +13,10 @@ from config.errors import NotFound, UserError
 from config.params.lora import NamedAdapter
 from config.server import ServerConfig
 from engine.transport.messages import LOAD_ADAPTER, UNLOAD_ADAPTER
+from server.http.access_log import record_of
 from server.http.body import json_response, parse
 from server.http.body_bounds import Label, PathText
+from server.http.disconnect import CancelOnDisconnect
 from server.http.openapi import ANSWERS, takes
 from server.openai.schema.generation import Body
 from server.serving.state import AppState
@@ -58,7 +60,10 @@ def lora_routes(state: AppState) -> APIRouter:
         body = await parse(LoadAdapterBody, await state.bodies.read_object(request))
         _check_name(state, body.lora_name)
         adapter = await asyncio.to_thread(_adapter, folder, body)
-        await state.client.control(LOAD_ADAPTER, adapter=adapter)
+        record = record_of(request.scope)
+        client = record.owner or record.client
+        with CancelOnDisconnect(request.receive):
+            await state.client.control(LOAD_ADAPTER, adapter=adapter, client=client)
         return json_response(
             {"message": f"Success: LoRA adapter '{body.lora_name}' added successfully."}
         )

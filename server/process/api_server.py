@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
+from config.fair_threads import FairThreads
 from config.log import LimitedWarning
 from config.malloc import map_large_blocks, trim_memory
 from config.model.model_config import DEFAULT_MAX_TOKENS
@@ -34,7 +35,6 @@ from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.zmq import ZmqClient
 from server.app.application import create_app
-from server.http.fair_threads import FairThreads
 from server.http.peer_proxy import Peers, listen
 from server.http.protocol import HttpConfig, HttpProtocol
 from server.http.tls import Tls

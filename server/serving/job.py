@@ -294,12 +294,18 @@ def tenant_of(state: AppState, record: RequestRecord) -> int:
     return int(record.owner[:15], 16)
 
 
-async def check_grammar(state: AppState, field: str, spec: GrammarSpec) -> None:
+async def check_grammar(state: AppState, request: Request, field: str, spec: GrammarSpec) -> None:
     """Compile the grammar of `field` in the engine, so that its errors are reported before the
-    response begins. Raises UserError and Overloaded."""
-    call = state.client.control(COMPILE_GRAMMAR, spec=msgspec.to_builtins(spec))
+    response begins. Raises UserError, Overloaded and ClientGone."""
+    record = record_of(request.scope)
+    call = state.client.control(
+        COMPILE_GRAMMAR,
+        spec=msgspec.to_builtins(spec),
+        client=record.owner or record.client,
+    )
     try:
-        await asyncio.wait_for(call, GRAMMAR_TIMEOUT_S)
+        with CancelOnDisconnect(request.receive):
+            await asyncio.wait_for(call, GRAMMAR_TIMEOUT_S)
     except UserError as error:
         raise UserError(error.message, param=field) from None
     except asyncio.TimeoutError:

@@ -7,6 +7,7 @@ from starlette.requests import Request
 
 from config.errors import DeadlineExceeded, UserError
 from server.http.access_log import RequestRecord
+from server.http.body_bounds import decimal_number
 
 HEADER = "X-Request-Timeout"
 MAX_TIMEOUT_S = 86_400.0
@@ -39,7 +40,7 @@ def timeout_of(
         given.append(_checked("timeout", in_body, repr(in_body)))
     if header is not None:
         try:
-            seconds = float(header)
+            seconds = decimal_number(header)
         except ValueError:
             seconds = math.nan
         given.append(_checked(HEADER, seconds, repr(header[:40])))

@@ -45,8 +45,9 @@ class BoundedEncoder:
             self._max_direct_bytes = -1
         elif bounds.growth <= UNLIMITED_GROWTH:
             self._max_direct_bytes = float("inf")
-        self._is_ordinary = self._max_direct_bytes == float("inf")
-        setup = b"" if self._is_ordinary else encoder.to_str().encode()
+        self.is_ordinary = self._max_direct_bytes == float("inf")
+        """Whether all texts are encoded directly."""
+        setup = b"" if self.is_ordinary else encoder.to_str().encode()
         self._isolation = ForkServer("server.text.bounded_encoder", setup, LIMITS)
 
     def __getattr__(self, name: str) -> Any:
@@ -62,7 +63,7 @@ class BoundedEncoder:
         """The tokens of each text or pair. Raises UserError for a text that the tokenizer cannot
         encode, or cannot encode within the limits; Overloaded when the process ended for another
         reason."""
-        if not self._is_ordinary and _num_bytes(texts) > self._max_direct_bytes:
+        if not self.is_ordinary and _num_bytes(texts) > self._max_direct_bytes:
             return self._encode_isolated(texts, add_special_tokens)
         try:
             with panics_as_errors():

@@ -21,11 +21,11 @@ from typing import Any, Generic, TypeVar
 from jinja2 import TemplateError
 
 from config.errors import ConfigError, Overloaded, UserError
+from config.fair_threads import FairThreads
 from config.model.json_fields import MAX_JSON_BYTES
 from config.server import RESERVED_VARIABLES
 from config.whole_files import read_limited
 from engine.process.isolation import ForkServer, failures_of_requests
-from server.http.fair_threads import FairThreads
 from server.http.json_encoder import encode_json
 from server.text.fair_slots import FairSlots
 from server.text.messages import Message

@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from tokenizers import Encoding
 
-from config.errors import Overloaded, UserError
+from config.errors import UserError
+from config.fair_threads import FairThreads
 from config.loading.env import cache_home
 from config.native import panics_as_errors
-from server.http.fair_threads import FairThreads
 from server.text.bounded_encoder import BoundedEncoder
 from server.text.control_tokens import ControlTokenEncoder
 from server.text.length_bounds import token_length_bound
@@ -42,7 +42,8 @@ SHORT_CHARACTERS = 50_000
 """Longest text of the threads for short texts."""
 MAX_CHARACTER_BYTES = 4
 MAX_PENDING = 1_024
-"""Maximum number of texts that wait for a thread."""
+"""Maximum number of short texts, and of long texts, that wait for a thread; more only for clients
+with less than their share."""
 INLINE_GROWN_BYTES = 2**17
 """Maximum bytes, after the tokenizer's growth, of a text on the event loop: 0.06 s."""
 INLINE_COUNTED_CHARACTERS = 200_000
@@ -101,11 +102,9 @@ class Tokenizer:
         self._special_tokens_as_text = special_tokens_as_text
         self.controls = ControlTokenEncoder(self._encoder) if special_tokens_as_text else None
         """Keeps text in messages from becoming control tokens; None: not protected."""
-        self._short = FairThreads(threads, "encode", per_client=threads)
+        self._short = self._threads(threads, "encode")
         # Long texts have separate, fewer threads.
-        num_long = max(1, threads // 2)
-        self._long = FairThreads(num_long, "encode-long", per_client=num_long)
-        self._pending = 0
+        self._long = self._threads(max(1, threads // 2), "encode-long")
 
     def protect(self, texts: Collection[str]) -> None:
         """Keep texts of messages from becoming the tokens `texts`, even without
@@ -236,15 +235,15 @@ class Tokenizer:
                 if limit is None:
                     self._check_length(one, rule.most, index)
 
+    def _threads(self, count: int, name: str) -> FairThreads:
+        # A text without bounds may take 10 s: a client leaves a thread to other clients.
+        per_client = count if self._encoder.is_ordinary else max(1, count - 1)
+        nouns = "texts to tokenize"
+        return FairThreads(count, name, per_client=per_client, max_calls=MAX_PENDING, nouns=nouns)
+
     async def _on_thread(self, num_characters: int, call: Callable[[], Result]) -> Result:
-        if self._pending >= MAX_PENDING:
-            raise Overloaded(f"{self._pending} texts wait to be tokenized, {MAX_PENDING} may")
         threads = self._short if num_characters <= SHORT_CHARACTERS else self._long
-        self._pending += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(threads, call)
-        finally:
-            self._pending -= 1
+        return await asyncio.get_running_loop().run_in_executor(threads, call)
 
     def _inputs_now(self, texts: Sequence[Text], rule: TextInputOptions) -> list[InputTokens]:
         if not rule.cuts and rule.max_first_tokens is None and rule.max_second_tokens is None:

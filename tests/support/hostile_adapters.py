@@ -196,6 +196,8 @@ def _weights(
     yield "a weight in bfloat16 that is no number", file(halves, bytes(top_halves))
     for size in (0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1):
         yield f"a header of {size} bytes", size.to_bytes(8, "little") + weights[8:]
+    again = json.dumps({name: header[name]})[:-1].encode() + b", " + weights[9 : 8 + length]
+    yield "a tensor twice", len(again).to_bytes(8, "little") + again + data
     yield "a cut file", weights[: rng.randrange(len(weights))]
     yield "bytes behind the tensors", weights + b"\0" * 100
     yield "an empty file of weights", b""

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from config.errors import UserError
 from server.http.access_log import attach_record, record_of
 from server.http.body import MANY_BYTES, ReceivedBody, built_response, json_response, parse
+from server.http.body_bounds import QueryInteger
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.http.peer_proxy import ForwardedResponse
 from server.http.sse import EventStream
@@ -129,7 +130,7 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
         request: Request,
         response_id: str,
         stream: bool = False,
-        starting_after: int | None = None,
+        starting_after: QueryInteger | None = None,
     ) -> Response:
         if (peer := state.peers.peer_of(number_of(response_id))) is not None:
             return ForwardedResponse(peer, request)
@@ -173,7 +174,7 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
     async def list_input_items(
         request: Request,
         response_id: str,
-        limit: int = 20,
+        limit: QueryInteger = 20,
         order: str = "desc",
         after: str | None = None,
     ) -> Response:

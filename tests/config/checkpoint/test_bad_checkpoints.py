@@ -58,6 +58,15 @@ def _truncate(folder: Path) -> None:
     _shards(folder)[1].write_bytes(data[:-100])
 
 
+def _repeat_name(folder: Path) -> None:
+    data = _shards(folder)[0].read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    first = next(name for name in json.loads(data[8 : 8 + length]) if name != "__metadata__")
+    entry = json.dumps(json.loads(data[8 : 8 + length])[first])
+    header = data[8 : 8 + length].rstrip().replace(b"{", f'{{"{first}":{entry},'.encode(), 1)
+    _shards(folder)[0].write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+
+
 def _remove_shard(folder: Path) -> None:
     _shards(folder)[1].unlink()
 
@@ -92,6 +101,7 @@ BAD: dict[str, tuple[Spoil, str]] = {
     ),
     "missing shard": (_remove_shard, "{folder}/model.safetensors.index.json names model-00002-of-"),
     "truncated file": (_truncate, "safetensors is not a whole safetensors file: "),
+    "tensor twice": (_repeat_name, "safetensors is not a whole safetensors file: its header has "),
     "pickle, bin": (
         partial(_pickle, name="pytorch_model.bin"),
         "{folder} has its weights only as pickles (pytorch_model.bin)",

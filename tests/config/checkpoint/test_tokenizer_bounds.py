@@ -103,7 +103,7 @@ def test_ordinary_tokenizers_encode_every_text_directly(tmp_path: Path, name: st
 
     assert bounds == TokenizerBounds(growth, takes_linear_time=True)
     tokenizer = Tokenizer.load(str(tmp_path))
-    assert tokenizer._encoder._is_ordinary
+    assert tokenizer._encoder.is_ordinary
     assert tokenizer.inline_characters == 2_000
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -325,6 +326,18 @@ def test_tensors_are_counted_before_they_are_read(base: BaseModules, folder: Pat
     (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
 
     with pytest.raises(ConfigError, match=f"has {count} tensors, .* at most {count - 1}"):
+        load_adapter(folder, base)
+
+
+def test_a_tensor_that_is_twice_in_the_header_is_refused(base: BaseModules, folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    name, entry = list(json.loads(data[8 : 8 + length]).items())[-1]
+    again = json.dumps({name: entry})[:-1].encode() + b", " + data[9 : 8 + length]
+    file.write_bytes(len(again).to_bytes(8, "little") + again + data[8 + length :])
+
+    with pytest.raises(ConfigError, match=f"its header has '{re.escape(name)}' 2 times"):
         load_adapter(folder, base)
 
 

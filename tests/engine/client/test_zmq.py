@@ -10,20 +10,24 @@ from typing import Any
 import pytest
 from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read_all, request_of
 
-from config.errors import EngineDied, Overloaded, UserError
+from config.errors import EngineDied, Overloaded, RequestFailed, UserError
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
+from engine.client import base
 from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
 from engine.transport.channels import PairSocket, ZmqContext, endpoint
 from engine.transport.messages import (
     Abort,
     AddRequest,
+    CancelControl,
+    Control,
     EngineStats,
     Failed,
     Finish,
     Hello,
     Ready,
+    Reply,
     StepOutput,
     ToEngine,
 )
@@ -200,6 +204,31 @@ async def test_failed_ends_every_queue_and_rejects_new_requests(
             client.add(request_of(prompt_of(1), asking(5)))
         with pytest.raises(EngineDied, match="the card is gone"):
             await client.wait_ready()
+
+
+@pytest.mark.parametrize("end", ["cancelled", "too late"])
+async def test_a_control_whose_caller_waits_no_longer_is_cancelled(
+    zmq_context: ZmqContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(base, "CONTROL_TIMEOUT_S", 0.05 if end == "too late" else 60)
+    async with pair(zmq_context, tmp_path) as (client, engine):
+        call = asyncio.ensure_future(client.control("compile_grammar"))
+        control = await engine.hears()
+        if end == "cancelled":
+            call.cancel()
+
+        cancellation = await engine.hears()
+
+        assert isinstance(control, Control) and isinstance(cancellation, CancelControl)
+        assert cancellation.call == control.call
+        with pytest.raises((RequestFailed, asyncio.CancelledError)):
+            await call
+        answered = asyncio.ensure_future(client.control("ping"))
+        control = await engine.hears()
+        assert isinstance(control, Control)
+        engine.says(Reply(control.call, "pong"))
+        assert await answered == "pong"
+        assert engine.line.receive() is None
 
 
 async def test_a_request_that_cannot_be_encoded_is_the_callers_fault(

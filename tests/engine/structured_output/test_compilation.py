@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -20,14 +20,21 @@ from tokenizers import Tokenizer, decoders, models
 from config.engine import EngineConfig
 from config.errors import Overloaded, UserError
 from config.params.sampling import SamplingParams
-from config.params.structured_output import GrammarSpec
+from config.params.structured_output import FREE, GrammarSpec
 from engine.core.loop import EngineLoop
 from engine.process import isolation
-from engine.process.isolation import ForkServer
+from engine.process.isolation import Cancellation, ForkServer
 from engine.structured_output import compilation
 from engine.structured_output.compilation import LIMITS, GrammarCompiler
 from engine.structured_output.grammar import Grammar
-from engine.transport.messages import Abort, AddRequest, Control, FromEngine, Reply
+from engine.transport.messages import (
+    Abort,
+    AddRequest,
+    CancelControl,
+    Control,
+    FromEngine,
+    Reply,
+)
 
 TIMEOUT_S = 20
 
@@ -72,7 +79,7 @@ def test_more_specs_than_may_wait_are_refused_and_the_oldest_are_forgotten(
     specs = [GrammarSpec("regex", "a" * (n + 1)) for n in range(compilation.MAX_PENDING)]
 
     made = [compiler.compile(spec) for spec in specs]
-    with pytest.raises(Overloaded, match=f"{len(specs)} grammars wait"):
+    with pytest.raises(Overloaded, match=f"{len(specs)} grammars of this client wait"):
         compiler.compile(GrammarSpec("regex", "b"))
     gate.set()
 
@@ -102,8 +109,8 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_comes_in(
     loop.receive(0, AddRequest(3, memoryview(b"\1\0\0\0"), SamplingParams()))
     loop.receive(0, Abort([1]))
     gate.set()
-    for regex in ("a", "("):
-        loop.receive(0, Control(7, "compile_grammar", {"spec": ["regex", regex]}))
+    for call, pattern in enumerate(("a", "(")):
+        loop.receive(0, Control(call, "compile_grammar", {"spec": ["regex", pattern]}))
     loop._compiler._threads.shutdown(wait=True)
     loop._compiler.close()
 
@@ -148,14 +155,178 @@ def test_a_grammar_that_finds_no_room_is_told_apart_from_one_that_is_refused(
     loop = EngineLoop(
         EngineConfig("none"), lambda _, message: told.append(message), num_front_ends=1
     )
-    loop._compiler.start(str(tmp_path), VOCAB_SIZE, frozenset([EOS]))
-    monkeypatch.setattr(compilation, "MAX_PENDING", 0)
+    gate = threading.Event()
+    monkeypatch.setattr(loop._compiler, "_compile_checked", lambda spec, _: gate.wait(TIMEOUT_S))
+    for number in range(compilation.MAX_PENDING):
+        loop._compiler.compile(GrammarSpec("regex", "a" * number))
 
-    loop.receive(0, Control(7, "compile_grammar", {"spec": ["regex", "a"]}))
+    loop.receive(0, Control(7, "compile_grammar", {"spec": ["regex", "b"]}))
+    gate.set()
 
     (reply,) = told
     assert isinstance(reply, Reply) and reply.is_overload and not reply.is_refusal
     loop._compiler.close()
+
+
+class GatedCompiler(GrammarCompiler):
+    """Compiles no spec before `gate` is set, and notes which specs were started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.started: list[str] = []
+        self.cancellations: list[Cancellation] = []
+
+    def _compile_checked(self, spec: GrammarSpec, cancellation: Cancellation) -> Grammar:
+        self.started.append(spec.text)
+        self.cancellations.append(cancellation)
+        if spec.text.startswith("slow"):
+            assert self.gate.wait(TIMEOUT_S)
+        grammar = Grammar(GrammarSpec(FREE), cast(Any, None))
+        grammar.source = spec.text
+        return grammar
+
+    def wait_started(self, count: int) -> None:
+        end = time.monotonic() + TIMEOUT_S
+        while len(self.started) < count and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self.gate.set()
+        super().close()
+
+
+@pytest.fixture
+def gated() -> Iterator[GatedCompiler]:
+    compiler = GatedCompiler()
+    yield compiler
+    compiler.close()
+
+
+def regex(text: str) -> GrammarSpec:
+    return GrammarSpec("regex", text)
+
+
+def test_a_client_with_slow_specs_leaves_room_and_a_thread_to_other_clients(
+    gated: GatedCompiler,
+) -> None:
+    slow = [gated.compile(regex(f"slow {n}"), "a") for n in range(compilation.MAX_PENDING)]
+    with pytest.raises(Overloaded, match="64 grammars of this client wait, at most 64 may"):
+        gated.compile(regex("more"), "a")
+
+    other = gated.compile(regex("other"), "b")
+
+    assert other.result(TIMEOUT_S).source == "other"
+    gated.wait_started(3)
+    assert sorted(gated.started) == ["other", "slow 0", "slow 1"]
+    gated.gate.set()
+    assert [future.result(TIMEOUT_S).source for future in slow[-2:]] == ["slow 62", "slow 63"]
+
+
+def test_a_spec_that_another_client_queued_is_compiled_in_the_first_turn(
+    gated: GatedCompiler,
+) -> None:
+    queued = [gated.compile(regex(f"slow {n}"), "a") for n in range(9)]
+    last = gated.compile(regex("wanted"), "a")
+
+    wanted = gated.compile(regex("wanted"), "b")
+
+    assert wanted is last and wanted.result(TIMEOUT_S).source == "wanted"
+    gated.wait_started(3)
+    assert len(gated.started) == 3
+    gated.gate.set()
+    assert queued[-1].result(TIMEOUT_S) and gated.started.count("wanted") == 1
+
+
+def test_specs_whose_clients_have_left_are_not_compiled(gated: GatedCompiler) -> None:
+    left = [gated.compile(regex(f"slow {n}"), "a") for n in range(compilation.MAX_PENDING)]
+    gated.wait_started(2)
+
+    for future in left:
+        gated.withdraw(future, "a")
+
+    assert [each.is_cancelled for each in gated.cancellations] == [True, True]
+    assert all(future.cancelled() for future in left[2:])
+    again = [gated.compile(regex(f"again {n}"), "a") for n in range(20)]
+    gated.gate.set()
+    assert all(future.result(TIMEOUT_S) for future in again) and len(gated.started) == 22
+    assert not gated._pending and len(gated._cached) == 20
+
+
+def test_a_spec_is_compiled_while_a_client_waits(gated: GatedCompiler) -> None:
+    running = gated.compile(regex("slow"), "a")
+    gated.wait_started(1)
+    filler = [gated.compile(regex(f"slow {n}"), "a") for n in range(3)]
+    assert gated.compile(regex("slow"), "b") is running
+    queued = [gated.compile(regex("both"), "a") for _ in range(2)]
+
+    gated.withdraw(running, "a")
+    gated.withdraw(queued[0], "a")
+    gated.gate.set()
+
+    assert running.result(TIMEOUT_S).source == "slow" and filler[-1].result(TIMEOUT_S)
+    assert queued[0].result(TIMEOUT_S).source == "both"
+    gated.withdraw(running, "b")
+    assert gated.compile(regex("slow"), "b") is running
+
+
+def test_the_fork_of_a_withdrawn_spec_is_killed(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    compiler = started(tmp_path)
+    assert compiler._fork_server is not None
+    compiler.compile(regex("a")).result(TIMEOUT_S)
+    pid = compiler._fork_server.pid
+    assert pid is not None
+    while children_of(pid):
+        time.sleep(0.001)
+    # The compilation takes a second.
+    future = compiler.compile(regex("[ab]?" * 8_500), "a")
+    while not children_of(pid):
+        time.sleep(0.001)
+    start = time.monotonic()
+
+    compiler.withdraw(future, "a")
+
+    assert isinstance(future.exception(TIMEOUT_S), Overloaded)
+    assert time.monotonic() - start < 0.5
+    compiler.close()
+
+
+@pytest.mark.parametrize("end", ["cancel", "abort", "front end"])
+def test_a_request_that_ends_withdraws_its_grammar(
+    monkeypatch: pytest.MonkeyPatch, gated: GatedCompiler, end: str
+) -> None:
+    told: list[FromEngine] = []
+    loop = EngineLoop(
+        EngineConfig("none"), lambda _, message: told.append(message), num_front_ends=1
+    )
+    monkeypatch.setattr(loop, "_compiler", gated)
+    for call in range(2):
+        arguments = {"spec": ["regex", f"slow {call}"], "client": "a"}
+        loop.receive(0, Control(call, "compile_grammar", arguments))
+    gated.wait_started(2)
+    sampling = SamplingParams(structured_outputs={"regex": "slow request"})
+    loop.receive(0, AddRequest(1, memoryview(b"\1\0\0\0"), sampling))
+    gated.wait_started(3)
+    running = list(gated._pending)
+
+    if end == "cancel":
+        loop.receive(0, CancelControl(0))
+        loop.receive(0, CancelControl(9))
+    elif end == "abort":
+        loop.receive(0, Abort([1, 9]))
+    else:
+        loop.front_end_changed(0, is_connected=False)
+
+    cancelled = {"cancel": ["slow 0"], "abort": ["slow request"]}
+    expected = cancelled.get(end, ["slow 0", "slow 1", "slow request"])
+    by_spec = zip(gated.started, gated.cancellations, strict=True)
+    assert sorted(text for text, each in by_spec if each.is_cancelled) == expected
+    gated.gate.set()
+    assert all(future.exception(TIMEOUT_S) is None for future in running)
+    replies = [message.call for message in told if isinstance(message, Reply)]
+    assert sorted(replies) == {"cancel": [1], "abort": [0, 1], "front end": []}[end]
+    assert not loop._compiling and not loop._calls
 
 
 def chain(count: int, **wrapped: str) -> str:

@@ -163,7 +163,9 @@ def rig() -> Iterator[Rig]:
 
 def test_as_many_headers_as_allowed_are_taken_and_one_more_is_431(rig: Rig) -> None:
     def head(count: int) -> bytes:
-        return b"GET /health HTTP/1.1\r\n" + b"".join(b"a%d: b\r\n" % i for i in range(count))
+        return b"GET /health HTTP/1.1\r\nhost: a\r\n" + b"".join(
+            b"a%d: b\r\n" % i for i in range(count - 1)
+        )
 
     with connect(rig) as sock:
         sock.sendall(head(100) + b"\r\n")
@@ -188,7 +190,7 @@ def test_as_many_headers_as_allowed_are_taken_and_one_more_is_431(rig: Rig) -> N
 def test_headers_without_end_are_refused_before_the_key_is_looked_at(
     rig: Rig, pieces: tuple[bytes, ...], status: int
 ) -> None:
-    got, error = refused(rig, b"GET /v1/models HTTP/1.1\r\n", *pieces)
+    got, error = refused(rig, b"GET /v1/models HTTP/1.1\r\nhost: a\r\n", *pieces)
 
     assert got == status
     assert "at most" in error["message"]
@@ -202,7 +204,7 @@ def test_a_url_without_end_is_414(rig: Rig) -> None:
 
 
 def test_a_flood_of_headers_holds_nobody_up_and_leaves_no_memory(rig: Rig) -> None:
-    flood = b"GET /v1/models HTTP/1.1\r\n" + b"a: b\r\n" * 5_000_000
+    flood = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n" + b"a: b\r\n" * 5_000_000
     refused(rig, flood[:1_000_000])
     before = rss()
 
@@ -237,9 +239,8 @@ def test_a_key_behind_the_body_opens_nothing(rig: Rig) -> None:
     ids=["trailers", "an extension", "a size", "small chunks with extensions"],
 )
 def test_what_surrounds_chunks_is_bounded(rig: Rig, framing: bytes, status: int) -> None:
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nx-api-key: secret\r\ntransfer-encoding: chunked\r\n\r\n"
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nx-api-key: secret\r\n"
+    head += b"transfer-encoding: chunked\r\n\r\n"
 
     got, error = refused(
         rig,
@@ -257,7 +258,7 @@ def test_what_surrounds_chunks_is_bounded(rig: Rig, framing: bytes, status: int)
     [b"a: b\r\n folded", b"a b: c", b"a : b", b"a\x00: b", b"\xe4: b", b"a: b\x1b[2J", b" a: b"],
 )
 def test_odd_header_lines_are_400(rig: Rig, line: bytes) -> None:
-    status, error = refused(rig, b"GET /health HTTP/1.1\r\n" + line + b"\r\n\r\n")
+    status, error = refused(rig, b"GET /health HTTP/1.1\r\nhost: a\r\n" + line + b"\r\n\r\n")
 
     assert (status, error["message"]) == (400, "Invalid HTTP request received.")
 
@@ -265,12 +266,48 @@ def test_odd_header_lines_are_400(rig: Rig, line: bytes) -> None:
 # Time
 
 
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n%b\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (b"GET /health HTTP/1.1\r\n\r\n", "has 0 Host headers, HTTP/1.1 requires exactly 1"),
+        (b"GET /health HTTP/1.1\r\nhost: a\r\nHost: a\r\n\r\n", "has 2 Host headers"),
+        (b"GET /health HTTP/1.0\r\nhost: a\r\nhost: b\r\n\r\n", "has 2 Host headers"),
+        (b"GET /health\r\n\r\n", "is HTTP/0.9"),
+        (CHUNKED % b"transfer-encoding: gzip, chunked", "is 'gzip, chunked', only 'chunked'"),
+        (CHUNKED % b"transfer-encoding: gzip\r\ntransfer-encoding: chunked", "is 'gzip, chunked'"),
+        (CHUNKED % b"transfer-encoding: x, chunked", "is 'x, chunked'"),
+    ],
+)  # fmt: skip
+def test_a_head_that_http_forbids_is_400(rig: Rig, head: bytes, message: str) -> None:
+    status, error = refused(rig, head)
+
+    assert status == 400 and message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.0\r\n\r\n", 200),
+        (b"GET /health HTTP/1.1\r\nhost:\r\n\r\n", 200),
+        # The head is taken, and the key is missing.
+        (CHUNKED % b"transfer-encoding: Chunked", 401),
+    ],
+)
+def test_a_head_that_http_allows_is_taken(rig: Rig, head: bytes, status: int) -> None:
+    with connect(rig) as sock:
+        sock.sendall(head)
+        assert status_of(read_until(sock, b"\r\n\r\n")) == status
+
+
 def test_headers_that_drip_end_at_their_deadline_and_idle_sockets_are_closed() -> None:
     with served(request_header_timeout_s=0.3) as rig, connect(rig) as slow, connect(rig) as idle:
         begun_s = time.monotonic()
         answer = b""
         slow.settimeout(0.05)
-        for byte in b"GET /health HTTP/1.1\r\nabcdefghijklmnop":
+        for byte in b"GET /health HTTP/1.1\r\nhost: a\r\nabcdefghijklmnop":
             slow.sendall(bytes([byte]))
             try:
                 answer = slow.recv(65536)
@@ -372,7 +409,10 @@ def test_a_client_that_waits_for_100_continue_is_not_slow() -> None:
 
 
 def test_pipelined_requests_are_answered_in_order_up_to_their_bound() -> None:
-    asks = [b"GET /v1/models HTTP/1.1\r\nx-request-id: r%d\r\n\r\n" % i for i in range(14_000)]
+    asks = [
+        b"GET /v1/models HTTP/1.1\r\nhost: a\r\nx-request-id: r%d\r\n\r\n" % i
+        for i in range(14_000)
+    ]
     with served() as rig:
         with connect(rig) as sock:
             sock.sendall(b"".join(asks[:MAX_PIPELINED]))
@@ -418,12 +458,12 @@ def test_bad_input_behind_a_request_does_not_break_its_answer() -> None:
 def test_an_offer_to_upgrade_is_ignored_without_a_body_and_refused_with_one() -> None:
     offer = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: x\r\n"
     hidden = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
-    post = b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n" % len(hidden)
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n" % len(hidden)
     statuses = []
     with served() as rig:
         with connect(rig) as sock:
             for _ in range(2):
-                sock.sendall(b"GET /health HTTP/1.1\r\n" + offer + b"\r\n")
+                sock.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n" + offer + b"\r\n")
                 statuses.append(status_of(read_until(sock, b"}")))
         with connect(rig) as sock:
             sock.sendall(post + offer + b"\r\n")
@@ -558,7 +598,7 @@ def test_a_path_and_a_forwarded_address_cannot_forge_log_lines(
     caplog.set_level(logging.INFO, "server.http.access_log")
     with served() as rig, connect(rig) as sock:
         sock.sendall(
-            b"GET /x%0a2026-01-01%20INFO%20forged%1b[2J HTTP/1.1\r\n"
+            b"GET /x%0a2026-01-01%20INFO%20forged%1b[2J HTTP/1.1\r\nhost: a\r\n"
             b"x-forwarded-for: forged 10.0.0.1\r\n\r\n"
         )
         read_until(sock, b"\r\n\r\n")

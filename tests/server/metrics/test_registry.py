@@ -348,6 +348,7 @@ async def test_a_scrape_takes_less_than_10_ms() -> None:
             "1.0.0",
         ),
         ("application/openmetrics-text;q=x", None),
+        ("application/openmetrics-text;q=1_0,*/*;q=0.1", None),
     ],
 )
 def test_the_form_is_what_the_scraper_likes_best(accept: str, wanted: str | None) -> None:

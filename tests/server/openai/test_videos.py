@@ -97,6 +97,14 @@ async def test_videos_and_images_keep_their_order(rig: Rig) -> None:
     assert len(rig.client.queues[0].encoded_images) == 3
 
 
+async def test_a_gif_is_an_image_and_a_video_type(rig: Rig) -> None:
+    answer = await chat(rig, video(), video(GIF.replace("image/gif", "video/gif")))
+
+    assert answer.status_code == 200, answer.text
+    first, second = rig.client.queues[0].images
+    assert first.content == second.content
+
+
 async def test_the_same_bytes_as_an_image_are_another_content(rig: Rig) -> None:
     answer = await chat(rig, {"type": "image_url", "image_url": {"url": GIF}}, video())
 

@@ -126,7 +126,9 @@ async def test_the_shorter_one_of_body_and_header_counts() -> None:
         assert client.queues[-1].terms.deadline_s is None
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf", "1e9"])
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "soon", "nan", "inf", "1e9", "1_0", "+1", "1 0", ".5"]
+)
 async def test_a_header_that_is_no_time_is_refused(value: str) -> None:
     async with in_memory() as rig:
         answer = await rig.post("/v1/completions", {"prompt": "hi"}, headers={HEADER: value})

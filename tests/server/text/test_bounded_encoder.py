@@ -1,8 +1,9 @@
 """Texts of a tokenizer without bounds are encoded in a process that can be killed."""
 
 import asyncio
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from native_panics import EVIL
 from tokenizers import Regex, pre_tokenizers
 
 from config.checkpoint.tokenizer_bounds import TokenizerBounds
-from config.errors import UserError
+from config.errors import Overloaded, UserError
+from config.fair_threads import current_client
 from engine.process.isolation import ForkServer, Limits
 from server.text import bounded_encoder
+from server.text import tokenizer as tokenizer_module
 from server.text.bounded_encoder import BoundedEncoder
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import TextFiles
@@ -109,3 +112,35 @@ def test_a_panic_in_a_fork_is_told_as_such() -> None:
     with pytest.raises(UserError, match="a native extension panicked: Onig"):
         encoder.encode_batch_fast([EVIL])
     encoder.close()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "num_running"),
+    [(TokenizerBounds(takes_linear_time=False), 2), (TokenizerBounds(), 3)],
+)
+async def test_a_client_with_slow_texts_leaves_a_thread_and_room_to_other_clients(
+    monkeypatch: pytest.MonkeyPatch, bounds: TokenizerBounds, num_running: int
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "MAX_PENDING", 8)
+    tokenizer = Tokenizer(TextFiles(text_folders.byte_level(), {}, None, bounds), 3)
+    gate, running = threading.Event(), list[int]()
+
+    def slow() -> bool:
+        running.append(1)
+        return gate.wait(20)
+
+    async def as_client(name: str, call: Callable[[], bool]) -> bool:
+        current_client.set(name)
+        return await tokenizer._on_thread(1, call)
+
+    calls = [asyncio.create_task(as_client("a", slow)) for _ in range(8)]
+    await asyncio.sleep(0.05)
+    assert len(running) == num_running
+    with pytest.raises(Overloaded, match="8 texts to tokenize of this client wait, at most 8 may"):
+        await asyncio.create_task(as_client("a", slow))
+    other = asyncio.create_task(as_client("b", lambda: True))
+    if num_running < 3:
+        assert await asyncio.wait_for(other, 10)
+    gate.set()
+    assert all(await asyncio.gather(*calls, other))
+    tokenizer.close()

@@ -18,9 +18,9 @@ from releases import transformers_before
 from transformers import PreTrainedTokenizerFast
 
 from config.errors import ConfigError, Overloaded, UserError
+from config.fair_threads import current_client
 from config.malloc import trim_memory
 from engine.process.isolation import ForkServer
-from server.http.fair_threads import current_client
 from server.text import chat_template
 from server.text.chat_template import (
     ChatTemplate,

@@ -314,7 +314,8 @@ async def test_input_items_come_page_by_page() -> None:
         assert texts == ["4", "3", "2", "1", "0"]
         assert (first["has_more"], second["has_more"]) == (True, False)
         assert first["first_id"] == first["data"][0]["id"]
-        for query in ("limit=0", "limit=101", "order=up", "after=nothing", "limit=x"):
+        wrong = ("limit=0", "limit=101", "order=up", "after=nothing", "limit=x")
+        for query in (*wrong, "limit=1_0", "limit=%203", "limit=%2B3", "limit=3.0", "limit="):
             assert (await rig.http.get(f"{path}?{query}")).status_code == 400
 
 

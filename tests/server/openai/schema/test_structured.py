@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from http_rig import TalkingClient, in_memory
+from http_rig import TalkingClient, in_memory, on_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,11 +31,13 @@ class CompilingClient(TalkingClient):
     def __init__(self) -> None:
         super().__init__()
         self.compiled: list[GrammarSpec] = []
+        self.clients: list[str] = []
 
     async def control(self, name: str, **arguments: Any) -> Any:
         assert name == "compile_grammar"
         spec = msgspec.convert(arguments["spec"], GrammarSpec)
         self.compiled.append(spec)
+        self.clients.append(arguments["client"])
         if spec.text == "(":
             raise UserError("the regex cannot be compiled")
 
@@ -145,6 +147,42 @@ async def test_a_grammar_that_waits_for_too_long_is_told_to_come_back(
 
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
     assert "waited 0.05 s" in answer.json()["error"]["message"]
+
+
+async def test_a_grammar_takes_the_turn_of_its_key_or_address() -> None:
+    client = CompilingClient()
+    async with in_memory(client, api_keys=("a", "b")) as rig:
+        for key in "aba":
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"prompt": "x", "max_tokens": 1, "guided_regex": "a"}
+            answer = await rig.post("/v1/completions", body, headers=headers)
+            assert answer.status_code == 200, answer.text
+    async with in_memory(client) as rig:
+        await rig.chat(guided_regex="a")
+
+    first, second, third, address = client.clients
+    assert first == third != second and first
+    assert address == "127.0.0.1"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_grammar_is_not_waited_for_when_its_client_has_left(path: str) -> None:
+    has_begun, has_ended = asyncio.Event(), asyncio.Event()
+
+    class Busy(TalkingClient):
+        async def control(self, name: str, **arguments: Any) -> Any:
+            has_begun.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                has_ended.set()
+
+    body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    async with on_port(Busy()) as rig:
+        request = asyncio.ensure_future(rig.post(path, {**body, "guided_regex": "a"}))
+        await asyncio.wait_for(has_begun.wait(), 5)
+        request.cancel()
+        await asyncio.wait_for(has_ended.wait(), 5)
 
 
 JSON = st.recursive(

@@ -8,10 +8,9 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
-from http_rig import in_memory
 
-from server.http import body
-from server.http.fair_threads import FairThreads, current_client
+from config.errors import Overloaded
+from config.fair_threads import FairThreads, current_client
 
 
 def submit(
@@ -111,28 +110,27 @@ def test_an_event_loop_runs_its_calls_in_turns() -> None:
     assert order == ["a 0", "b 0", "a 1", "a 2"]
 
 
-async def test_the_client_of_a_request_is_its_key_or_its_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clients: list[str | None] = []
-    validate = body.validate_fields
+def test_a_client_that_fills_the_queue_does_not_exclude_another_client() -> None:
+    gate = threading.Event()
+    with FairThreads(1, "test", max_calls=4, nouns="texts") as threads:
+        calls = [submit(threads, "busy", gate.wait, 10) for _ in range(4)]
+        with pytest.raises(Overloaded, match="4 texts of this client wait, at most 4 may"):
+            submit(threads, "busy", gate.wait, 10)
+        calls += [submit(threads, "other", int, "1") for _ in range(2)]
+        with pytest.raises(Overloaded, match="2 texts of this client wait, at most 2 may"):
+            submit(threads, "other", int, "1")
+        assert submit(threads, None, int, "1") is not None
+        gate.set()
+        assert [call.result(timeout=10) for call in calls] == [True] * 4 + [1, 1]
 
-    def noted(kind: Any, fields: dict[str, Any]) -> Any:
-        clients.append(current_client.get())
-        return validate(kind, fields)
 
-    monkeypatch.setattr(body, "validate_fields", noted)
-    # The body is validated on a thread.
-    request = {"prompt": "x", "max_tokens": 1, "stop_token_ids": [3] * body.MANY_BYTES}
-    async with in_memory(api_keys=("a", "b")) as rig:
-        for key in "aba":
-            headers = {"Authorization": f"Bearer {key}"}
-            answer = await rig.http.post("/v1/completions", json=request, headers=headers)
-            assert answer.status_code == 200, answer.text
-    async with in_memory() as rig:
-        await rig.http.post("/v1/completions", json=request)
-
-    first, second, third, address = clients
-    assert first == third != second
-    assert address == "127.0.0.1"
-    assert current_client.get() is None
+def test_a_cancelled_call_leaves_the_queue() -> None:
+    gate = threading.Event()
+    with FairThreads(1, "test", max_calls=3) as threads:
+        submit(threads, "busy", gate.wait, 10)
+        for _ in range(3):
+            waiting = [submit(threads, "busy", int, "1") for _ in range(2)]
+            assert all(call.cancel() for call in waiting)
+        last = submit(threads, "busy", int, "2")
+        gate.set()
+        assert last.result(timeout=10) == 2

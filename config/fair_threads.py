@@ -1,6 +1,7 @@
 """FairThreads: a thread pool that shares its threads fairly among clients."""
 
-from collections import deque
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -8,6 +9,8 @@ from contextvars import ContextVar
 from functools import partial
 from threading import Lock
 from typing import Any, ParamSpec, TypeVar
+
+from config.errors import Overloaded
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,26 +34,48 @@ def client_of_task(name: str) -> Iterator[None]:
 class FairThreads(ThreadPoolExecutor):
     """A thread pool that limits each client to `per_client` calls in the pool's queue or running;
     further calls of the client wait outside of the queue. A new client waits only for these few
-    calls of each other client. Calls outside of a request are not limited."""
+    calls of each other client. Calls outside of a request are not limited. A cancelled call leaves
+    the queue.
 
-    def __init__(self, threads: int, thread_name_prefix: str, *, per_client: int = 1) -> None:
+    With `max_calls`, a client may exceed the rest of the limit up to its share, the limit divided
+    by the clients that have calls, so a client that fills the queue does not exclude other clients.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        thread_name_prefix: str,
+        *,
+        per_client: int = 1,
+        max_calls: float = math.inf,
+        nouns: str = "calls",
+    ) -> None:
+        """`max_calls`: limit of the calls that wait or run. `nouns` name the calls in errors."""
         super().__init__(threads, thread_name_prefix=thread_name_prefix)
         self._per_client = per_client
+        self._max_calls = max_calls
+        self._nouns = nouns
         self._clients: dict[str, _Client] = {}
         """Clients that have calls."""
         self._clients_lock = Lock()
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
+        """Submit a call like ThreadPoolExecutor. Raises Overloaded beyond `max_calls`."""
         name = current_client.get()
         if name is None:
             return super().submit(fn, *args, **kwargs)
         call: _Call = (Future(), partial(fn, *args, **kwargs))
         with self._clients_lock:
+            self._check_room(name)
             client = self._clients.setdefault(name, _Client())
-            if client.num_submitted == self._per_client:
-                client.waiting.append(call)
-                return call[0]
-            client.num_submitted += 1
+            has_to_wait = client.num_submitted == self._per_client
+            if has_to_wait:
+                client.waiting[call[0]] = call
+            else:
+                client.num_submitted += 1
+        if has_to_wait:
+            call[0].add_done_callback(partial(self._forget_cancelled, client))
+            return call[0]
         self._enqueue(name, client, call)
         return call[0]
 
@@ -58,12 +83,30 @@ class FairThreads(ThreadPoolExecutor):
         """Shut the pool down like ThreadPoolExecutor. Calls that wait outside of the queue are
         always cancelled."""
         with self._clients_lock:
-            waiting = [call for client in self._clients.values() for call in client.waiting]
+            waiting = [
+                call for client in self._clients.values() for call in client.waiting.values()
+            ]
             for client in self._clients.values():
                 client.waiting.clear()
         for future, _ in waiting:
             future.cancel()
         super().shutdown(wait=wait, cancel_futures=cancel_futures)
+
+    def _check_room(self, name: str) -> None:
+        if self._max_calls == math.inf:
+            return
+        own = (self._clients.get(name) or _Client()).num_calls
+        num_clients = len(self._clients) + (name not in self._clients)
+        share = max(1, self._max_calls // num_clients)
+        if own < share:
+            return
+        if sum(client.num_calls for client in self._clients.values()) >= self._max_calls:
+            raise Overloaded(f"{own} {self._nouns} of this client wait, at most {share:g} may")
+
+    def _forget_cancelled(self, client: "_Client", future: "Future[Any]") -> None:
+        if future.cancelled():
+            with self._clients_lock:
+                client.waiting.pop(future, None)
 
     def _enqueue(self, name: str, client: "_Client", call: _Call) -> None:
         """Append `call` to the pool's queue. Raises RuntimeError after `shutdown`."""
@@ -87,7 +130,7 @@ class FairThreads(ThreadPoolExecutor):
         waits."""
         with self._clients_lock:
             if client.waiting:
-                return client.waiting.popleft()
+                return client.waiting.popitem(last=False)[1]
             client.num_submitted -= 1
             if not client.num_submitted:
                 del self._clients[name]
@@ -101,7 +144,13 @@ class _Client:
 
     def __init__(self) -> None:
         self.num_submitted = 0
-        self.waiting: deque[_Call] = deque()
+        """Calls in the pool's queue or running."""
+        self.waiting: OrderedDict[object, _Call] = OrderedDict()
+        """Calls outside of the pool's queue, by future."""
+
+    @property
+    def num_calls(self) -> int:
+        return self.num_submitted + len(self.waiting)
 
 
 def _run_call(future: "Future[Any]", call: Callable[[], Any]) -> None:
