@@ -84,8 +84,8 @@ KERNELS = {
     "FusedRMSNorm": Kernel(BOTH, ()),
     "rotary_pos_embedding": Kernel(BOTH, ()),
     "block_softmax": Kernel(BOTH, ()),
-    # The bridge's tests skipped Gaudi 2 at first; those of 2026 do not. vllm-gaudi still calls it
-    # on Gaudi 3 only.
+    # The bridge's tests skipped Gaudi 2 at first; the tests of 2026 do not. vllm-gaudi still
+    # calls it on Gaudi 3 only.
     "block_softmax_adjustment": Kernel(("gaudi3",), (1, 22, 0, 494), ("gaudi2",)),
     "softmax_fa2": Kernel(BOTH, None),
     "fp8_gemm_v2": Kernel(BOTH, ()),

@@ -244,8 +244,8 @@ def worker_environment(config: EngineConfig) -> dict[str, str]:
 def selftest_environment(
     config: EngineConfig, recipe_folder: str, tested: Collection[str], *, is_lazy: bool
 ) -> dict[str, str]:
-    """All variables of a process of the self-test: those of a worker in lazy mode, or not. The
-    variables `tested`, which a self-test may set for a server, have their defaults."""
+    """All variables of a process of the self-test: the variables of a worker, in lazy mode or not.
+    The variables `tested`, which a self-test may set for a server, have their defaults."""
     own = {name: word for name, word in os.environ.items() if name not in tested}
     fixed = {
         "PT_HPU_LAZY_MODE": str(int(is_lazy)),

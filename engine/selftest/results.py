@@ -53,7 +53,7 @@ class CheckResult(msgspec.Struct, frozen=True):
     detail: str = ""
     seconds: float = 0.0
     fallbacks: tuple[Setting, ...] = ()
-    """Of a check that fails or hangs."""
+    """Settings that avoid the assumption of a check that fails or hangs."""
     left_allocations: int = 0
     """Allocations of the card's memory that the check left in use."""
 

@@ -123,9 +123,9 @@ class Runner:
         self.results: dict[str, CheckResult] = {}
 
     def run(self, checks: Iterable[Check]) -> Sequence[CheckResult]:
-        """Results in the order of `checks`, in which a check comes after those that it needs."""
+        """Results in the order of `checks`, in which a check follows the checks that it needs."""
         ordered = list(checks)
-        # Checks of one mode and number of ranks share a child.
+        # Checks with the same mode and number of ranks share a child.
         kinds = sorted(ordered, key=lambda check: (check.num_ranks, check.mode != LAZY))
         for _, group in groupby(kinds, key=lambda check: (check.num_ranks, check.mode)):
             self._run_group(list(group))

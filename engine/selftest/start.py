@@ -38,7 +38,7 @@ RELEASE_S = 5.0
 """Time in which the driver releases the card after the last child; a worker does not wait for it.
 """
 UNSET = "unset"
-"""Value of a variable that the user has not set: none that a fallback has."""
+"""Value of a variable that the user has not set; no fallback has this value."""
 MODE = "execution-mode"
 REPORTED_PACKAGES = ("torch", "habana-torch-plugin", "transformers", "numpy")
 REPORTED_VARIABLES = re.compile(
@@ -144,8 +144,8 @@ def stored(config: EngineConfig, machine: Machine) -> Sequence[SelfTest]:
 
 
 def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
-    """The result that a server starts with: a stored result, else that of the quick part, which
-    runs now. Empty where there is no card, or none that can be opened."""
+    """The result that a server starts with: a stored result, else the result of the quick part,
+    which runs now. Empty if there is no card, or if no card can be opened."""
     config = loaded.engine
     when = config.execution.selftest
     if not is_gaudi(config) or when == "off":

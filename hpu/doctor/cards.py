@@ -56,7 +56,7 @@ class Card(NamedTuple):
     holders: tuple[Holder, ...]
     is_open_to_us: bool
     owner: NodeOwner | None = None
-    """Of the device node; None if it cannot be read."""
+    """Owner of the device node; None if it cannot be read."""
 
     def __str__(self) -> str:
         module = "module unknown" if self.module is None else f"module {self.module}"

@@ -1,5 +1,5 @@
-"""Check: an assumption about a card as a small program, and the settings that avoid it; how a
-process is told which checks to run; and all checks, found by their files."""
+"""Checks of the self-test, which are found by their files, and the orders for a process that runs
+checks. A check is an assumption about a card as a small program, with settings that avoid it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ class Orders(msgspec.Struct, frozen=True):
 
     device: str
     software: str = ""
-    """Version of the vendor's runtime; of an emulated card, the emulator's."""
+    """Version of the vendor's runtime; the emulator's for an emulated card."""
     emulator: EmulatorSettings = EmulatorSettings()
     shape: ModelShape = ModelShape()
     names: tuple[str, ...] = ()

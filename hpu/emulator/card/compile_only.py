@@ -35,8 +35,8 @@ class CompileOnly:
                 self._older[number] = raw, raw.clone()
 
     def created(self, outs: Iterable[HpuTensor], given: Iterable[HpuTensor]) -> None:
-        """Note the tensors that an op has allocated: those that do not share memory with `given`,
-        its arguments."""
+        """Note the tensors that an op has allocated, which share no memory with its arguments
+        `given`."""
         shared = {_storage(argument) for argument in given} - self._created
         for out in outs:
             if _storage(out) not in shared:

@@ -126,7 +126,7 @@ class HPUGraph:
 
     @property
     def held_bytes(self) -> int:
-        """Device memory that the graph keeps in use: its own and that of its outputs."""
+        """Device memory that the graph and its outputs keep in use."""
         own = self._graph_memory.size if self._graph_memory else 0
         outputs = {
             storage_of(value): value.untyped_storage().nbytes() for _, value in self._results

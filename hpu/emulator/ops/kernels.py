@@ -66,7 +66,7 @@ def block_softmax(attn: Tensor, bias: Tensor, groups: Tensor) -> tuple[Tensor, T
     """(exponentials, maxima, sums) of each block alone; the last dimension is a block's slots.
 
     `attn` (blocks, kv_heads, group, rows, slots); `bias` with 1 head and 1 group; `groups`
-    (blocks): row of each block. The checks are those of block_softmax_adjustment_gen.cpp.
+    (blocks): row of each block. The checks come from block_softmax_adjustment_gen.cpp.
     """
     if attn.dim() != 5:
         raise RuntimeError(f"attn tensor must be 5-dimensional, got {attn.dim()}")

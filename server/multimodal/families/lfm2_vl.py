@@ -88,9 +88,9 @@ class Lfm2VlImageProcessor:
         self._resample = Image.Resampling(fields.get("resample", Image.Resampling.BILINEAR))
 
     def __call__(self, images: Sequence[Image.Image], **options: object) -> Json:
-        """Preprocess an image to pixel_values (tiles, patches, numbers), of which tiles with fewer
-        patches are padded, spatial_shapes (tiles, 2) in patches, pixel_attention_mask (tiles,
-        patches), and image_rows and image_cols of tiles, whose last tile may be the whole image."""
+        """Preprocess an image to pixel_values (tiles, patches, numbers), padded to the tile with
+        most patches; spatial_shapes (tiles, 2) in patches; pixel_attention_mask (tiles, patches);
+        and image_rows and image_cols of tiles. The last tile may be the whole image."""
         (image,) = images
         columns = rows = 1
         tiles: list[Image.Image] = []
@@ -159,8 +159,8 @@ def grids(low: int, high: int) -> list[Size]:
 
 
 def best_grid(size: Size, choices: Sequence[Size], side: int) -> Size:
-    """The grid with the ratio that is nearest to that of an image; of several the last that the
-    image fills by more than half."""
+    """The grid whose ratio is nearest to the image's; if several are equally near, the last grid
+    that the image fills by more than half."""
     width, height = size
     best, difference = (1, 1), math.inf
     for columns, rows in choices:
