@@ -21,12 +21,12 @@ SLACK = 0.99
 """A figure below this part of its limit asks for a lower limit."""
 
 LIMITS = {
-    "None-checks": 2768,
+    "None-checks": 2764,
     "None-checks of ModelRunner": 71,
     "None-checks of EngineCore": 71,
     "None-checks of Worker": 54,
     "None-checks of SingleEngineClient": 35,
-    "None-checks of Scheduler": 29,
+    "None-checks of Scheduler": 28,
     "None-checks of Sampler": 25,
     "None-checks of the tenth worst class": 23,
     "constructors of nine or more parameters": 16,
@@ -34,7 +34,7 @@ LIMITS = {
     "parameters of ModelRunner": 17,
     "parameters of EngineCore": 10,
     "parameters of Scheduler": 10,
-    "uses of Any": 1248,
+    "uses of Any": 1246,
     "mark_step outside back ends": 40,
     "poll constants": 18,
     "files under 60 lines": 106,

@@ -7,10 +7,15 @@ and rules for `tokenizer.ggml.pre`.
 from collections.abc import Mapping
 from typing import Any
 
-from config.checkpoint.byte_level import LLAMA3_SPLIT, byte_alphabet
 from config.checkpoint.gguf_metadata import GgufFile
 from config.errors import ConfigError
 from config.model.json_fields import shown
+
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Rule that splits a text before merges, in Llama 3, in GLM-4 and in other families."""
 
 MAX_SPLITS = 2**23
 MAX_TOKEN_CHARACTERS = 1024
@@ -361,3 +366,11 @@ def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
     if template := file.value("tokenizer.chat_template", str):
         config["chat_template"] = template
     return config
+
+
+def byte_alphabet() -> list[str]:
+    """The character of each byte in a byte-level vocabulary: its own if it is printable, else the
+    next one from U+0100 on (as in GPT-2)."""
+    shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return [chr(byte if byte in shown else 0x100 + hidden.index(byte)) for byte in range(256)]

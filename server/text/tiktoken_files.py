@@ -6,7 +6,7 @@ import binascii
 import json
 from pathlib import Path
 
-from config.checkpoint.byte_level import LLAMA3_SPLIT, byte_alphabet
+from config.checkpoint.gguf_tokenizer import LLAMA3_SPLIT, byte_alphabet
 from config.errors import ConfigError
 from config.model.json_fields import Json, shown
 

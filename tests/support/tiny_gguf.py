@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
 
-from config.checkpoint.byte_level import byte_alphabet
+from config.checkpoint.gguf_tokenizer import byte_alphabet
 
 Weights = dict[str, npt.NDArray[Any]]
 

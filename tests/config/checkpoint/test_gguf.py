@@ -19,10 +19,9 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from config.checkpoint.byte_level import byte_alphabet
 from config.checkpoint.gguf import converted
 from config.checkpoint.gguf_metadata import open_gguf
-from config.checkpoint.gguf_tokenizer import tokenizer_files
+from config.checkpoint.gguf_tokenizer import byte_alphabet, tokenizer_files
 from config.checkpoint.gguf_weights import to_bfloat16
 from config.errors import ConfigError
 from config.model.read_config import read_model_config
