@@ -240,7 +240,7 @@ def test_a_wrong_command_line_says_what_is_wrong(argv: list[str], message: str) 
         ("port:", "port is None, it must be a value"),
         ("config: other.yaml", "names another file"),
         ("- port", "must hold `key: value` lines"),
-        ("port: [", "cannot be read: it is not YAML at line 2, column 1: expected"),
+        ("port: [", "cannot be read: it is not YAML at line 1, column 8: expected"),
         ("nnodes: 4", "must be 1"),
         ("enable_lora_bias: true", "enable_lora_bias is not in this version: .*serve.yaml"),
         ("port: x\nseed: y", r"2 settings cannot be used:\n  --port is 'x'.*\n  --seed is 'y'"),
