@@ -10,6 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import IO, NamedTuple
@@ -197,6 +198,7 @@ class Runner:
         """Read reports until a check does not hold or all checks have ended."""
         by_name = {check.name: check for check in pending}
         ended: dict[str, list[Ended]] = {}
+        num_ended: Counter[_Child] = Counter()
         current, deadline = "", time.monotonic() + OPEN_LIMIT_S
         with selectors.DefaultSelector() as selector:
             for child in children:
@@ -210,6 +212,10 @@ class Runner:
                     try:
                         reports = key.data.read()
                     except EOFError:
+                        if num_ended[key.data] == len(pending):
+                            # This rank has ended all checks before the other rank.
+                            selector.unregister(key.data.output)
+                            continue
                         return _crashed(current, key.data.describe_end(), stderr)
                     for report in reports:
                         if isinstance(report, Began):
@@ -219,6 +225,7 @@ class Runner:
                         elif not report.name:
                             return Stopped("", UNKNOWN, report.detail)
                         else:
+                            num_ended[key.data] += 1
                             found = ended.setdefault(report.name, [])
                             found.append(report)
                             if len(found) == len(children) and self._is_over(by_name, found):

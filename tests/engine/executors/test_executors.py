@@ -96,7 +96,7 @@ def test_ranks_that_wait_for_each_other_are_named_with_their_buckets(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(multiproc, "STALLED_S", 0.2)
-    executor = executor_of("hangs=0.7", tmp_path_factory.mktemp("s"), num_workers=2)
+    executor = executor_of("hangs=1.5", tmp_path_factory.mktemp("s"), num_workers=2)
 
     executor.start(lambda progress: None)
     executor.close()

@@ -35,6 +35,8 @@ def main():
         say("Ended", "", status="unknown", detail="Device already acquired")
         return
     for name in orders.names:
+        if name == f"late-on-rank-{orders.rank}":
+            time.sleep(0.2)
         say("Began", name)
         if name.startswith("hang"):
             child = subprocess.Popen(["sleep", "300"])
@@ -134,6 +136,12 @@ def test_a_check_of_two_ranks_holds_if_it_holds_on_both(run: Run) -> None:
     results = run(*pair, num_cards=2)
 
     assert statuses(results) == {"a": "holds", "fail-on-rank-1": "fails"}
+
+
+def test_a_rank_may_end_all_checks_before_the_other_rank_begins(run: Run) -> None:
+    assert statuses(run(check("late-on-rank-1", num_ranks=2), num_cards=2)) == {
+        "late-on-rank-1": "holds"
+    }
 
 
 def test_nothing_runs_after_the_end_of_the_time(run: Run) -> None:
