@@ -59,9 +59,9 @@ class Server:
 
     def get(self, path: str) -> dict[str, object]:
         """A small JSON answer."""
-        with socket.create_connection(self._address) as one:
-            one.sendall(f"GET {path} HTTP/1.0\r\nhost: x\r\n\r\n".encode())
-            answer = b"".join(iter(lambda: one.recv(READ_BYTES), b""))
+        with socket.create_connection(self._address) as connection:
+            connection.sendall(f"GET {path} HTTP/1.0\r\nhost: x\r\n\r\n".encode())
+            answer = b"".join(iter(lambda: connection.recv(READ_BYTES), b""))
         body: dict[str, object] = json.loads(answer.partition(b"\r\n\r\n")[2])
         return body
 

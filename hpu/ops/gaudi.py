@@ -57,8 +57,8 @@ class GaudiKernels:
     """`fused_sdpa`: prefills use FusedSDPA, and read cached context in slices of `slices`.
     `softmax_mode`: FusedSDPA's argument, fast or fp32; fp32 makes all scores float32.
     `fused_adjustment`: decodes use the kernel block_softmax_adjustment, which some cards and
-    releases lack. `fused_experts`: routed experts use the vendor's operator where it suits them, of
-    which a call takes at most `max_experts`. `end_slice` is called after each slice."""
+    releases lack. `fused_experts`: routed experts use the vendor's operator where it suits them, at
+    most `max_experts` in a call. `end_slice` is called after each slice."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class Reading:
     def agreement(self, other: "Reading") -> float:
         """Share of positions where both readings have the same most likely token."""
         pairs = zip(self.likeliest, other.likeliest, strict=True)
-        return statistics.fmean(own == another for own, another in pairs)
+        return statistics.fmean(own == other for own, other in pairs)
 
 
 def windows(llm: LLM, text: str, size: int) -> list[list[int]]:

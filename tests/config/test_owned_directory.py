@@ -35,8 +35,8 @@ def owner(parent: Path) -> Iterator[tuple[Path, "subprocess.Popen[str]"]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         path = Path(process.stdout.readline().strip())
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(str(path / "fe0.sock"))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path / "fe0.sock"))
         (path / "metrics").mkdir()
         (path / "metrics" / "counter_1.db").write_bytes(b"1")
         (path / "checkpoint.json").write_bytes(b"{}")

@@ -1,0 +1,118 @@
+"""Habits of language in docstrings, comments and names: a reader from another project must
+understand a sentence without the code below it."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = ("server", "engine", "hpu", "config")
+
+HABITS = {
+    "a fragment without a subject": re.compile(r"^(Of|As|Likewise|Those|That of|Of which)\b"),
+    "a pronoun in place of the noun": re.compile(
+        r"\b(an?other one|(this|that|the|each|such a) one\b(?! of)|one (that|which|whose)"
+        r"|those (that|which|of|whose)|that of (the|a|an|its|each)|none (that|of which)"
+        r"|(of|like|than|with) one[.,;:)])"
+    ),
+    "a riddle": re.compile(
+        r"\b(of which|of whom|(which|that) (is|are) none|as \S+ has it|likewise|is not to be had"
+        r"|has nothing|(is|are) told|by turns|so many|so often)\b",
+        re.IGNORECASE,
+    ),
+    "a metaphor": re.compile(
+        r"\b(mailbox|lends?|lent|lifeline|obituary|stands? for|promis(e|es|ed|ing)|occupants?"
+        r"|verdicts?)\b",
+        re.IGNORECASE,
+    ),
+}
+NAMES = re.compile(r"one|another|.*(promis|occupant|has_nothing|verdict|kept_apart|_news$).*")
+
+EXCEPTIONS = {
+    # The word of the machine that the doctor judges.
+    ("engine/reports/doctor.py", "verdict"),
+}
+"""(file, identifier or first words of a sentence) that stay, each with its reason."""
+
+
+def texts(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of all docstrings and comments; comments on lines that follow each other are one
+    text."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for child in body if isinstance(body, list) else ():
+            value = getattr(child, "value", None)
+            is_text = isinstance(child, ast.Expr) and isinstance(value, ast.Constant)
+            if is_text and isinstance(value.value, str):
+                yield child.lineno, value.value.strip()
+    last, first, lines = -1, 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        if token.start[0] != last + 1 and lines:
+            yield first, "\n".join(lines)
+            lines = []
+        first = first if lines else token.start[0]
+        last = token.start[0]
+        lines.append(token.string.lstrip("#! "))
+    if lines:
+        yield first, "\n".join(lines)
+
+
+def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of all variables, attributes, arguments, functions and classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+
+
+def habits(source: str) -> Iterator[tuple[int, str, str]]:
+    """(line, habit, text) of each sentence and name that has a habit."""
+    tree = ast.parse(source)
+    for line, text in texts(source, tree):
+        for habit, pattern in HABITS.items():
+            if pattern.search(" ".join(text.split())):
+                yield line, habit, " ".join(text.split())[:80]
+    for line, name in names(tree):
+        if NAMES.fullmatch(name):
+            yield line, "a name that says too little", name
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_sentences_and_names_are_those_of_the_field(floor: str) -> None:
+    found = []
+    for path in sorted((ROOT / floor).rglob("*.py")):
+        file = str(path.relative_to(ROOT))
+        for line, habit, text in habits(path.read_text(encoding="utf-8")):
+            if (file, text) not in EXCEPTIONS:
+                found.append(f"{file}:{line}: {habit}: {text}")
+
+    assert not found, "\n".join(found)
+
+
+def test_there_are_at_most_ten_exceptions() -> None:
+    assert len(EXCEPTIONS) <= 10
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Of a text that is read."""',
+        "# As the vendor does.",
+        '"""The memory of those that wait."""',
+        '"""What it promises."""',
+        "for one in []: pass",
+        "def f(another): pass",
+    ],
+)
+def test_a_habit_is_found(source: str) -> None:
+    assert list(habits(source))
