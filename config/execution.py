@@ -14,8 +14,8 @@ SLICE_MULTIPLE = 1024
 
 LAST_LAZY_RELEASE = (1, 23)
 """Newest release with lazy mode, which HPU graphs need, as the default. vllm-gaudi tested lazy mode
-for releases up to this release and dropped it from its tests in 0.21, which is for 1.24; the bridge's
-default is the other mode, and the vendor calls lazy mode legacy."""
+up to this release and dropped it from its tests in 0.21, which is for 1.24; the bridge's default is
+the other mode, and the vendor calls lazy mode legacy."""
 RUNTIME_DISTRIBUTION = "habana-torch-plugin"
 """The package that carries the release of the vendor's runtime as its version."""
 EMULATED_RELEASE = "1.22.1"
