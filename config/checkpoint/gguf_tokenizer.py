@@ -4,7 +4,7 @@ The converters of transformers are not used: they are private, and 4.51 and 5 ha
 and rules for `tokenizer.ggml.pre`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from config.checkpoint.gguf_metadata import GgufFile
@@ -17,10 +17,11 @@ LLAMA3_SPLIT = (
 )
 """Rule that splits a text before merges, in Llama 3, in GLM-4 and in other families."""
 
-MAX_SPLITS = 2**23
+MAX_PAIR_CHARACTERS = 2**28
+"""Limit on the characters of all pairs of texts into which the tokens of a vocabulary can be split,
+if merges are computed from them. A vocabulary of 262,144 tokens has some 30 million."""
 MAX_TOKEN_CHARACTERS = 1024
-"""Limit on a token's length if merges are computed by splitting each token at every character. A
-vocabulary of 262,144 tokens has 2 million splits."""
+"""Limit on a token's length if merges are computed."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
@@ -248,6 +249,19 @@ def _wordpiece(file: GgufFile) -> dict[str, Any]:
     }
 
 
+def check_pairs(file: str, lengths: Iterable[int]) -> None:
+    """Raise ConfigError if tokens of these lengths are too many or too long to compute merges."""
+    longest, num_characters = 0, 0
+    for length in lengths:
+        longest, num_characters = max(longest, length), num_characters + length * length
+    if num_characters > MAX_PAIR_CHARACTERS or longest > MAX_TOKEN_CHARACTERS:
+        raise ConfigError(
+            f"{file} has tokens of at most {longest} characters, whose pairs have "
+            f"{num_characters}: merges are made of at most {MAX_PAIR_CHARACTERS}, of "
+            f"{MAX_TOKEN_CHARACTERS} in a token"
+        )
+
+
 def _merges(file: GgufFile, vocab: dict[str, int]) -> list[list[str]]:
     """The file's merges, or merges from its scores: every pair of tokens that form a token, best
     score first."""
@@ -256,13 +270,7 @@ def _merges(file: GgufFile, vocab: dict[str, int]) -> list[list[str]]:
     scores = file.values("tokenizer.ggml.scores", float) or []
     if len(scores) < len(vocab):
         raise ConfigError(f"{file.path} has {len(vocab)} tokens, but scores for {len(scores)}")
-    num_splits = sum(map(len, vocab))
-    longest = max(map(len, vocab), default=0)
-    if num_splits > MAX_SPLITS or longest > MAX_TOKEN_CHARACTERS:
-        raise ConfigError(
-            f"{file.path} has tokens of {num_splits} characters, the longest of {longest}: merges "
-            f"are made of at most {MAX_SPLITS}, of {MAX_TOKEN_CHARACTERS} in a token"
-        )
+    check_pairs(str(file.path), map(len, vocab))
     found = [
         (
             -scores[number],

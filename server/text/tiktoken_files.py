@@ -6,7 +6,7 @@ import binascii
 import json
 from pathlib import Path
 
-from config.checkpoint.gguf_tokenizer import LLAMA3_SPLIT, byte_alphabet
+from config.checkpoint.gguf_tokenizer import LLAMA3_SPLIT, byte_alphabet, check_pairs
 from config.errors import ConfigError
 from config.model.json_fields import Json, shown
 
@@ -16,7 +16,8 @@ SPLITS = {"ChatGLM4Tokenizer": LLAMA3_SPLIT}
 PREFIXES = {"ChatGLM4Tokenizer": ("[gMASK]", "<sop>")}
 """tokenizer_class -> special tokens before every text."""
 MAX_TOKENS = 2**20
-MAX_TOKEN_BYTES = 1024
+MAX_ADDED_IDS = 2**16
+"""Distance from the vocabulary's end within which the ids of added tokens lie."""
 
 
 def write_tokenizer(folder: Path, config: Json, target: Path) -> bool:
@@ -24,9 +25,9 @@ def write_tokenizer(folder: Path, config: Json, target: Path) -> bool:
     tokenizer_class in `config`, its tokenizer_config.json, has another format. Raises
     ConfigError."""
     name = config.get("tokenizer_class")
-    if name not in SPLITS or not (folder / VOCABULARY).is_file():
+    if not isinstance(name, str) or name not in SPLITS or not (folder / VOCABULARY).is_file():
         return False
-    made = _tokenizer(_ranks(folder / VOCABULARY), config, str(name))
+    made = _tokenizer(_ranks(folder / VOCABULARY), config, name)
     (target / "tokenizer.json").write_text(json.dumps(made))
     return True
 
@@ -39,18 +40,17 @@ def _ranks(file: Path) -> dict[bytes, int]:
             continue
         try:
             token, rank = line.split()
+            if not rank.isdigit():
+                raise ValueError
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             raise ConfigError(
                 f"line {number} of {file} is {shown(line.decode(errors='replace'))}, it must be a "
                 "token in base64 and its rank"
             ) from None
-    longest = max(map(len, ranks), default=0)
-    if len(ranks) > MAX_TOKENS or longest > MAX_TOKEN_BYTES:
-        raise ConfigError(
-            f"{file} has {len(ranks)} tokens, the longest of {longest} bytes: at most {MAX_TOKENS} "
-            f"of {MAX_TOKEN_BYTES} bytes are read"
-        )
+    if not 0 < len(ranks) <= MAX_TOKENS:
+        raise ConfigError(f"{file} has {len(ranks)} tokens, it must have 1 to {MAX_TOKENS}")
+    check_pairs(str(file), map(len, ranks))
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ConfigError(f"the ranks in {file} must be the numbers from 0 to {len(ranks) - 1}")
     return ranks
@@ -66,7 +66,7 @@ def _tokenizer(ranks: dict[bytes, int], config: Json, name: str) -> Json:
         "behavior": "Isolated",
         "invert": False,
     }
-    added = _added_tokens(config)
+    added = _added_tokens(config, len(ranks))
     return {
         "version": "1.0",
         "truncation": None,
@@ -103,12 +103,13 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     return [pair for *_, pair in sorted(pairs)]
 
 
-def _added_tokens(config: Json) -> list[Json]:
+def _added_tokens(config: Json, num_tokens: int) -> list[Json]:
+    """Entries of `added_tokens_decoder`, whose ids follow the vocabulary's `num_tokens`."""
     stored = config.get("added_tokens_decoder")
-    entries = stored.items() if isinstance(stored, dict) else ()
+    entries = list(stored.items()) if isinstance(stored, dict) else []
     names = ("single_word", "lstrip", "rstrip", "normalized", "special")
     try:
-        return [
+        added = [
             {
                 "id": int(number),
                 "content": str(entry["content"]),
@@ -121,6 +122,14 @@ def _added_tokens(config: Json) -> list[Json]:
             f"added_tokens_decoder in tokenizer_config.json has another form than transformers "
             f"writes: {error!r}"
         ) from error
+    last = num_tokens + MAX_ADDED_IDS - 1
+    for number in map(int, (number for number, _ in entries)):
+        if not num_tokens <= number <= last:
+            raise ConfigError(
+                f"added_tokens_decoder in tokenizer_config.json has the id {number}, it must be "
+                f"{num_tokens} to {last}"
+            )
+    return added
 
 
 def _post_processor(name: str, ids: dict[str, int]) -> Json | None:

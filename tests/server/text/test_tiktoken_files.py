@@ -94,3 +94,29 @@ def test_another_tokenizer_with_code_in_the_checkpoint_is_refused(tmp_path: Path
         ConfigError, match=r"ChatGLMTokenizer.* such code is never run: put a token"
     ):
         Tokenizer.load(str(tmp_path), cache_dir=tmp_path / "cache")
+
+
+def test_tokens_whose_pairs_would_take_the_memory_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    runs = [letter * length for letter in (b"y", b"z") for length in range(2, 1025)]
+    tokens = [*(bytes([i]) for i in range(256)), *runs]
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
+    (tmp_path / "tokenizer.model").write_text("\n".join(lines))
+
+    with pytest.raises(ConfigError, match=r"pairs have \d+: merges are made of at most 268435456"):
+        Tokenizer.load(str(tmp_path), cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("number", ["-5", "3", "1000000000"])
+def test_an_added_token_follows_the_vocabulary(number: str, tmp_path: Path) -> None:
+    write(tmp_path, added_tokens_decoder={number: {"content": "<x>", "special": True}})
+
+    with pytest.raises(ConfigError, match=f"has the id {number}, it must be {len(RANKS)} to"):
+        Tokenizer.load(str(tmp_path), cache_dir=tmp_path / "cache")
+
+
+def test_a_class_that_is_no_text_is_no_tokenizer_of_this_format(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer_class=["ChatGLM4Tokenizer"])
+
+    with pytest.raises(ConfigError):
+        Tokenizer.load(str(tmp_path), cache_dir=tmp_path / "cache")
