@@ -4,7 +4,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from hpu.emulator.card.compile_only import CompileOnly
 from hpu.emulator.card.counters import Counters
 from hpu.emulator.card.memory import Allocation, Memory
 from hpu.emulator.card.recipes import Recipes, Segment
-from hpu.emulator.card.streams import LaunchClock, StreamState, WriteClock
+from hpu.emulator.card.streams import CardStream, LaunchClock, StreamState, WriteClock
 from hpu.emulator.card.tensor import (
     HpuTensor,
     Lifetime,
@@ -50,6 +50,10 @@ class Recording(Protocol):
 
     def add(self, func: Any, args: Any, kwargs: Any, result: Any, used: list[Allocation]) -> None:
         """An op on CPU tensors, its result as device tensors, and its arguments' storages."""
+        ...
+
+    def check_stream(self) -> None:
+        """Raise RuntimeError if the current stream is not the stream of the capture."""
         ...
 
     def spoil_outputs(self) -> None:
@@ -130,6 +134,11 @@ class Device:
         self._default_stream = StreamState(self.clock, is_default=True)
         self._streams = threading.local()
         """The current stream of each thread, like in the runtime."""
+        self.current_stream: Callable[[], CardStream] = lambda: CardStream(
+            self, self.stream_state, 0
+        )
+        self.on_default_stream: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Makes the default stream the current stream of a block."""
         self.pinned: set[int] = set()
         """Addresses of pinned host tensors."""
         self.released = threading.Event()
@@ -228,6 +237,8 @@ class Device:
         """End the lazy segment, or this part of a compiled region, and launch it."""
         self._base_versions.clear()
         if self.segment.has_ops():
+            if (recording := self.recording) is not None:
+                recording.check_stream()
             self.launches.launch()
         if self.segment.close() and self.is_serving:
             ops = self.segment.last_ops
