@@ -14,6 +14,10 @@ from hpu.emulator.card.device import Device
 from hpu.emulator.card.streams import CardEvent, CardStream, CurrentStream
 
 
+ALL_MODULES = range(8)
+"""Modules of a whole machine."""
+
+
 class Api:
     """The public functions of `torch.hpu`."""
 
@@ -58,6 +62,16 @@ class Api:
         """Choose a visible module. Must be called before the card is acquired."""
         index = torch.device(device).index or 0 if not isinstance(device, int) else device
         acquisition = self._device.acquisition
+        environment = self._device.variables.environment
+        is_named = "HLS_MODULE_ID" in environment or "HABANA_VISIBLE_MODULES" in environment
+        if self.device_count() < len(ALL_MODULES) and not is_named:
+            # Nothing tells which modules a container with a part of the cards has.
+            if index != 0:
+                raise AssertionError(
+                    "As HABANA_VISIBLE_MODULES is not provided, the only supported device idx is "
+                    f"0, got {index}"
+                )
+            return
         modules = self._device.variables.modules()
         if index >= len(modules):
             raise RuntimeError(f"device index {index} of {len(modules)} visible modules")
@@ -68,7 +82,6 @@ class Api:
             )
         if not acquisition.is_acquired:
             acquisition.index = index
-            environment = self._device.variables.environment
             environment.setdefault("HLS_MODULE_ID", str(modules[index]))
 
     def synchronize(self, device: Any = None) -> None:

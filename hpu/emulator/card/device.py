@@ -108,6 +108,10 @@ def _name_of(value: object) -> str:
     return str(value)
 
 
+SUMS = ("c10d::allreduce_", "c10d::reduce_")
+SUMMED = (torch.float32, torch.bfloat16)
+"""Dtypes that the card adds; the bridge casts others to float32 (process_group_lazy_hccl.cpp,
+process_group_hccl_base.cpp)."""
 POINT_TO_POINT = ("c10d::send", "c10d::recv_")
 
 
@@ -334,6 +338,16 @@ class Device:
             self.counters.misuse("unmarked_collective", text, func._schema.name)
             for given in tensors_in((args, kwargs)):
                 fill_with_garbage(given)
+        if func._schema.name in SUMS:
+            wide = [given if given.dtype in SUMMED else given.float() for given in args[0]]
+            result = self._run_collective(func, (wide, *args[1:]), kwargs)
+            for given, summed in zip(args[0], wide, strict=True):
+                if given is not summed:
+                    given.copy_(summed)
+            return (args[0], *result[1:]) if isinstance(result, tuple) else result
+        return self._run_collective(func, args, kwargs)
+
+    def _run_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = faults.run(
             self.config.faults, func._schema.name, "lazy", lambda: func(*args, **kwargs), args
         )
