@@ -13,7 +13,6 @@ from hpu.emulator.card import graphs
 from hpu.emulator.card.device import Device
 from hpu.emulator.card.streams import CardEvent, CardStream, CurrentStream
 
-
 ALL_MODULES = range(8)
 """Modules of a whole machine."""
 
