@@ -241,7 +241,7 @@ class Device:
         """End the lazy segment, or this part of a compiled region, and launch it."""
         self._base_versions.clear()
         if self.segment.has_ops():
-            if (recording := self.recording) is not None:
+            if recording := self.recording:
                 recording.check_stream()
             self.launches.launch()
         if self.segment.close() and self.is_serving:
@@ -347,7 +347,9 @@ class Device:
             return (args[0], *result[1:]) if isinstance(result, tuple) else result
         return self._run_collective(func, args, kwargs)
 
-    def _run_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_collective(
+        self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         result = faults.run(
             self.config.faults, func._schema.name, "lazy", lambda: func(*args, **kwargs), args
         )

@@ -171,7 +171,7 @@ class HPUGraph:
         """Compile the recording. If compilation fails, the process stays in the capture's dry
         run."""
         device = self._device
-        if self._stream is None:
+        if not self._stream:
             return
         self.check_stream()
         device.recording = None
@@ -239,7 +239,7 @@ class HPUGraph:
     def mark_user_outputs(self, tensors: Iterable[Tensor]) -> None:
         """Name the outputs, which keep their memory when intermediates are freed. RuntimeError in a
         capture, and for a second call."""
-        if self._stream is not None:
+        if self._stream:
             raise RuntimeError("GRAPH:: Capture in progress")
         if self._has_user_outputs:
             raise RuntimeError("mark_user_outputs is called more than once for the same graph")
@@ -334,7 +334,7 @@ class HPUGraph:
         follows (the bridge's HPUGraph.cpp, which changes the state of the process)."""
         device = self._device
         capture = device.recording
-        if capture is None or capture is self:
+        if not capture or capture is self:
             return
         device.recording = None
         device.counters.misuse(

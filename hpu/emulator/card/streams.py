@@ -174,7 +174,7 @@ class CardEvent:
     def elapsed_time(self, end: "CardEvent") -> float:
         if not (self._timed and end._timed):
             raise RuntimeError("elapsed_time needs events made with enable_timing=True")
-        if self._state is None or end._state is None:
+        if not (self._state and end._state):
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
         if self._device.has_fault("events"):
             return -1.0
@@ -238,14 +238,13 @@ class CurrentStream:
         own: CardStream = getattr(self._of_thread, "stream", self._default)
         if not self._is_lazy():
             return own
-        if self._remembered is None:
-            self._remembered = own
+        self._remembered = self._remembered or own
         return self._remembered
 
     def set(self, stream: CardStream | None) -> None:
         """Change the stream of this thread, after the launch of what was collected before. In eager
         mode another stream waits for the default stream."""
-        if stream is None:
+        if not stream:
             return
         if self._is_lazy():
             if self._remembered is stream:
@@ -264,7 +263,7 @@ class CurrentStream:
     def use(self, stream: CardStream | None) -> Iterator[None]:
         """Change the stream inside the block; None changes nothing."""
         before = self.get()
-        if stream is None or before is stream:
+        if not stream or before is stream:
             yield
             return
         self.set(stream)
