@@ -39,7 +39,7 @@ class AdapterReader:
     def read_configured(self) -> list[LoRAInfo]:
         """The adapters of --lora-modules. Raises ConfigError."""
         adapters = configured_adapters(self._config.lora, self._config.download_dir)
-        return [self.read(one) for one in adapters]
+        return [self.read(adapter) for adapter in adapters]
 
     @cached_property
     def _base(self) -> BaseModules:
