@@ -533,7 +533,9 @@ class GaudiBackend(Backend):
         self.synchronize()
         if self._chooses_copies:
             self._copies.kind = CopyTrials(
-                functools.partial(HostCopies, self._hpu), self.mark_step
+                functools.partial(HostCopies, self._hpu),
+                self.mark_step,
+                functools.partial(self._hpu.set_stream, self._hpu.default_stream()),
             ).choose()
             self._chooses_copies = False
         if isinstance(model, FusibleModel):

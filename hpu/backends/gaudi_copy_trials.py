@@ -30,13 +30,18 @@ this many times the time of the fastest way."""
 
 class CopyTrials:
     """Trials of the ways to copy. `make_copies` makes HostCopies of a kind; `launch_work` launches
-    the work that was submitted so far."""
+    the work that was submitted so far; `choose_default_stream` makes the default stream the current
+    stream."""
 
     def __init__(
-        self, make_copies: Callable[[str], HostCopies], launch_work: Callable[[], None]
+        self,
+        make_copies: Callable[[str], HostCopies],
+        launch_work: Callable[[], None],
+        choose_default_stream: Callable[[], None],
     ) -> None:
         self._make_copies = make_copies
         self._launch_work = launch_work
+        self._choose_default_stream = choose_default_stream
 
     def choose(self) -> str:
         """Try each way, the safest first. Returns the first of PREFERRED that gives right values in
@@ -79,6 +84,11 @@ class CopyTrials:
         thread = threading.Thread(target=run, name=f"copies-{kind}", daemon=True)
         thread.start()
         thread.join(WATCHDOG_S)
+        if not found:
+            # In lazy mode the runtime remembers the stream that any thread has set last
+            # (HabanaAI/gaudi-pytorch-bridge, torch/hpu/streams.py). Events and graphs of all
+            # threads would use the stream of the copy that waits.
+            self._choose_default_stream()
         result = found[0] if found else f"no result after {WATCHDOG_S:.0f} s"
         if isinstance(result, str):
             failures[kind] = result

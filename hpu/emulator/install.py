@@ -36,9 +36,7 @@ class Emulator:
             raise ConfigError("habana_frameworks is imported already, or an emulator is installed")
         self.device = Device(config, RuntimeVariables(environment, config.default_lazy))
         self._modules = make_modules(self.device)
-        self._finder = PackageFinder(
-            self._modules, {ROOT: self._loaded, HCCL: self.device.variables.lazy_collectives}
-        )
+        self._finder = PackageFinder(self._modules, {ROOT: self._loaded, HCCL: self._hccl_loaded})
         self._libraries: list[Library] = []
         self._overwrites = False
         self._patches: list[tuple[Any, str, Any]] = []
@@ -134,6 +132,12 @@ class Emulator:
         self.device.is_lazy()
         sys.modules["torch.hpu"] = self._modules[f"{ROOT}.hpu"]
         bind_to_torch(self._modules)
+
+    def _hccl_loaded(self) -> None:
+        """Side effects of importing the collectives: their library and the module of the rank."""
+        self.device.variables.lazy_collectives()
+        if not self.device.acquisition.is_acquired:
+            vars(self._modules[HCCL])["initialize_distributed_hpu"]()
 
     def _device_libraries(self) -> tuple[Library, Library]:
         """Kernels for ops that do not arrive in `__torch_dispatch__`: factories, which have no

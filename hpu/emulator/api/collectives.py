@@ -2,6 +2,7 @@
 first use of the card, and detection of ranks that run different collectives."""
 
 import zlib
+from collections.abc import MutableMapping
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -14,10 +15,11 @@ from hpu.emulator.card.device import POINT_TO_POINT, Device
 from hpu.emulator.card.tensor import tensors_in
 
 RANK_VARIABLES = {
-    "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
-    "rank": ("RANK", "OMPI_COMM_WORLD_RANK"),
-    "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
 }
+"""Variables of a rank, and the variables of MPI that replace them if it sets all three."""
 
 
 TEXT_BYTES = 1024
@@ -97,33 +99,53 @@ def register(current: str) -> None:
     dist.Backend.register_backend("hccl", make, devices=["cpu", "hpu"])
 
 
+def _take_mpi_ranks(environment: MutableMapping[str, str]) -> None:
+    """Set what is missing of the variables of a rank, if MPI describes the rank, and of the address
+    of the first rank."""
+    if all(name in environment for name in RANK_VARIABLES):
+        return
+    if all(name in environment for name in RANK_VARIABLES.values()):
+        for name, of_mpi in RANK_VARIABLES.items():
+            environment[name] = environment[of_mpi]
+    environment.setdefault("MASTER_ADDR", "localhost")
+    environment.setdefault("MASTER_PORT", "12345")
+
+
 def make_module(device: Device) -> ModuleType:
     """`habana_frameworks.torch.distributed.hccl`."""
     module = ModuleType("habana_frameworks.torch.distributed.hccl")
 
+    environment = device.variables.environment
+
     def initialize_distributed_hpu(
         world_size: int | None = None, rank: int | None = None, local_rank: int | None = None
     ) -> tuple[int, int, int]:
-        """(world size, rank, local rank) from arguments or the environment; sets this process's
-        module id if there are several ranks. The local rank defaults to -1: the process then takes
-        the first free card."""
+        """(world size, rank, local rank); sets this process's module id if there are several ranks.
+        Arguments count if all three are given, else the environment does. Without a local rank, the
+        process takes the first free card."""
         if device.acquisition.is_acquired:
             raise RuntimeError("hccl must be initialised before the first touch of the device")
-        environment = device.variables.environment
-        given = {"world_size": world_size, "rank": rank, "local_rank": local_rank}
-        found = {}
-        for key, words in RANK_VARIABLES.items():
-            value = given[key]
-            texts = [environment[word] for word in words if word in environment]
-            fallback = {"world_size": 1, "rank": 0, "local_rank": -1}[key]
-            found[key] = value if value is not None else int(texts[0]) if texts else fallback
-        environment.setdefault("MASTER_ADDR", "localhost")
-        environment.setdefault("MASTER_PORT", "12345")
-        if found["world_size"] > 1 and found["local_rank"] >= 0:
+        given = (world_size, rank, local_rank)
+        if None not in given:
+            environment.update(zip(RANK_VARIABLES, map(str, given), strict=True))
+        else:
+            _take_mpi_ranks(environment)
+        size, own, local = (
+            int(environment.get(name, missing))
+            for name, missing in zip(RANK_VARIABLES, (1, -1, -1), strict=True)
+        )
+        if size > 1 and local >= 0 and "HLS_MODULE_ID" not in environment:
             modules = device.variables.modules()
-            environment.setdefault("HLS_MODULE_ID", str(modules[found["local_rank"]]))
-            environment["ID"] = str(found["rank"])
-        return found["world_size"], found["rank"], found["local_rank"]
+            if local >= len(modules):
+                raise AssertionError(
+                    f"There is not enough devices available for training: local rank {local} of "
+                    f"{len(modules)} visible modules. Please verify if HABANA_VISIBLE_MODULES is "
+                    "set correctly."
+                )
+            environment["HLS_MODULE_ID"] = str(modules[local])
+        if own != -1:
+            environment["ID"] = str(own)
+        return size, own, local
 
     vars(module).update(initialize_distributed_hpu=initialize_distributed_hpu)
     return module

@@ -1,14 +1,13 @@
 """The modules `hpex.kernels` and `hpex.normalization`: torch.ops.hpu by the vendor's signatures."""
 
-from enum import IntEnum
+from enum import Enum
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class RotaryPosEmbeddingMode(IntEnum):
+class RotaryPosEmbeddingMode(Enum):
     BLOCKWISE = 0
     PAIRWISE = 1
 
@@ -102,7 +101,10 @@ def _grouped(
     kv_heads = k.shape[1]
     if q.dim() != 4 or kv_heads in (1, q.shape[1]):
         return q, k, v, mask
-    mask = None if mask is None else mask.unsqueeze(1)
+    if mask is not None and mask.shape[1] == q.shape[1]:
+        mask = mask.reshape(mask.shape[0], kv_heads, -1, *mask.shape[2:])
+    elif mask is not None:
+        mask = mask.unsqueeze(1)
     q = q.reshape(q.shape[0], kv_heads, -1, *q.shape[2:])
     return q, k.unsqueeze(2), v.unsqueeze(2), mask
 
@@ -128,9 +130,16 @@ def apply_rotary_pos_emb(
     sin: Tensor,
     position_ids: Tensor | None = None,
     offset: int = 0,
-    mode: Any = RotaryPosEmbeddingMode.BLOCKWISE,
+    mode: RotaryPosEmbeddingMode = RotaryPosEmbeddingMode.BLOCKWISE,
+    /,
 ) -> Tensor:
-    out: Tensor = torch.ops.hpu.rotary_pos_embedding(p, sin, cos, position_ids, offset, int(mode))
+    """`p` rotated, in float32 if any argument is float32. The arguments have no names, and the mode
+    is no plain number (the bridge's RotaryPosEmbeddingHelper.py)."""
+    is_wide = torch.float32 in (p.dtype, cos.dtype, sin.dtype)
+    dtype = torch.float32 if is_wide else p.dtype
+    p, cos, sin = p.to(dtype), cos.to(dtype), sin.to(dtype)
+    number: int = mode.value
+    out: Tensor = torch.ops.hpu.rotary_pos_embedding(p, sin, cos, position_ids, offset, number)
     return out
 
 
@@ -152,7 +161,7 @@ class RotaryPosEmbeddingHelperV3:
         """`rope_cache` (..., pairs, 2): cos and sin of each neighbouring pair."""
         cos, sin = rope_cache.unbind(-1)
         cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
-        return apply_rotary_pos_emb(p, cos, sin, mode=RotaryPosEmbeddingMode.PAIRWISE)
+        return apply_rotary_pos_emb(p, cos, sin, None, 0, RotaryPosEmbeddingMode.PAIRWISE)
 
 
 def kernels_module() -> ModuleType:

@@ -1,8 +1,7 @@
 """The module `torch.hpu`: device, memory, events, streams, random numbers and graphs."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +11,10 @@ from torch import Tensor, nn
 from hpu.emulator.api.wrap import GraphedFunction, make_graphed, wrap_module
 from hpu.emulator.card import graphs
 from hpu.emulator.card.device import Device
-from hpu.emulator.card.streams import CardEvent, CardStream
+from hpu.emulator.card.streams import CardEvent, CardStream, CurrentStream
+
+ALL_MODULES = range(8)
+"""Modules of a whole machine."""
 
 
 class Api:
@@ -21,7 +23,9 @@ class Api:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._default = CardStream(device, device.stream_state, 0)
-        self._streams = threading.local()
+        self._current = CurrentStream(device, self._default, is_lazy=device.is_lazy)
+        device.current_stream = self._current.get
+        device.on_default_stream = lambda: self._current.use(self._default)
 
     def _lazy_init(self) -> None:
         """Called by torch before the first tensor is created on the device."""
@@ -57,6 +61,16 @@ class Api:
         """Choose a visible module. Must be called before the card is acquired."""
         index = torch.device(device).index or 0 if not isinstance(device, int) else device
         acquisition = self._device.acquisition
+        environment = self._device.variables.environment
+        is_named = "HLS_MODULE_ID" in environment or "HABANA_VISIBLE_MODULES" in environment
+        if self.device_count() < len(ALL_MODULES) and not is_named:
+            # Nothing tells which modules a container with a part of the cards has.
+            if index != 0:
+                raise AssertionError(
+                    "As HABANA_VISIBLE_MODULES is not provided, the only supported device idx is "
+                    f"0, got {index}"
+                )
+            return
         modules = self._device.variables.modules()
         if index >= len(modules):
             raise RuntimeError(f"device index {index} of {len(modules)} visible modules")
@@ -67,7 +81,6 @@ class Api:
             )
         if not acquisition.is_acquired:
             acquisition.index = index
-            environment = self._device.variables.environment
             environment.setdefault("HLS_MODULE_ID", str(modules[index]))
 
     def synchronize(self, device: Any = None) -> None:
@@ -124,23 +137,16 @@ class Api:
         return CardStream(self._device, self._device.new_stream(), priority)
 
     def current_stream(self, device: Any = None) -> CardStream:
-        return getattr(self._streams, "current", self._default)
+        return self._current.get()
 
     def default_stream(self, device: Any = None) -> CardStream:
         return self._default
 
-    @contextmanager
-    def stream(self, stream: CardStream) -> Iterator[None]:
-        before = self.current_stream()
-        self._enter(stream)
-        try:
-            yield
-        finally:
-            self._enter(before)
+    def set_stream(self, stream: CardStream | None) -> None:
+        self._current.set(stream)
 
-    def _enter(self, stream: CardStream) -> None:
-        self._streams.current = stream
-        self._device.stream_state = stream.stream_state
+    def stream(self, stream: CardStream | None) -> AbstractContextManager[None]:
+        return self._current.use(stream)
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -179,8 +185,13 @@ class Api:
         dry_run: bool = False,
         max_graphs: int | None = None,
     ) -> nn.Module:
-        graphed = self.wrap_in_hpu_graph_func(
-            module.forward, asynchronous, disable_tensor_cache, dry_run, max_graphs
+        graphed = GraphedFunction(
+            module.forward,
+            self._device,
+            disable_tensor_cache=disable_tensor_cache,
+            max_graphs=max_graphs,
+            asynchronous=asynchronous,
+            dry_run=dry_run,
         )
         return wrap_module(module, graphed)
 
@@ -191,8 +202,9 @@ class Api:
         disable_tensor_cache: bool = False,
         dry_run: bool = False,
         max_graphs: int | None = None,
-    ) -> GraphedFunction:
-        return GraphedFunction(
+    ) -> Callable[..., Any]:
+        """A plain function: only a wrapped module can drop its graphs."""
+        graphed = GraphedFunction(
             func,
             self._device,
             disable_tensor_cache=disable_tensor_cache,
@@ -200,6 +212,7 @@ class Api:
             asynchronous=asynchronous,
             dry_run=dry_run,
         )
+        return lambda *args, **kwargs: graphed(*args, **kwargs)
 
     def make_graphed_callables(
         self,

@@ -79,7 +79,8 @@ class GraphedFunction:
         if captured is None:
             if self._max_graphs is not None and len(self._graphs) >= self._max_graphs:
                 return self._run_ungraphed(args, kwargs)
-            return self._capture(key, args, kwargs, cached_tensors)
+            with self._device.on_default_stream():
+                return self._capture(key, args, kwargs, cached_tensors)
         if warmup:
             self._device.close_segment()
             return captured.static_outputs()
@@ -186,11 +187,26 @@ def wrap_module(module: nn.Module, graphed: GraphedFunction) -> nn.Module:
 
 def make_graphed(
     function: Callable[..., Any], sample_args: tuple[Any, ...], device: Device, **options: Any
-) -> GraphedFunction:
-    """Capture `function` with `sample_args`."""
+) -> Callable[..., Any]:
+    """Capture `function` with `sample_args`. The result replays this capture alone: arguments of
+    other shapes raise RuntimeError, as the copies to the captured inputs do."""
+    if isinstance(function, nn.Module) and (
+        function._forward_hooks or function._forward_pre_hooks or function._backward_hooks
+    ):
+        raise AssertionError("Modules must not have hooks registered at the time they are passed.")
+    if not all(isinstance(given, Tensor) for given in sample_args):
+        raise AssertionError("sample_args for each callable must be a tuple of Tensors.")
     graphed = GraphedFunction(function, device, max_graphs=None, **options)
     graphed(*sample_args)
-    return graphed
+    shapes = [tuple(given.shape) for given in sample_args]
+
+    def replay(*args: Tensor) -> Any:
+        found = [tuple(given.shape) for given in args]
+        if found != shapes:
+            raise RuntimeError(f"a graph of inputs {shapes} is called with {found}")
+        return graphed(*args)
+
+    return replay
 
 
 def graph_key(value: Any, autocast: bool) -> object:

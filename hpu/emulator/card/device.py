@@ -4,7 +4,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from hpu.emulator.card.compile_only import CompileOnly
 from hpu.emulator.card.counters import Counters
 from hpu.emulator.card.memory import Allocation, Memory
 from hpu.emulator.card.recipes import Recipes, Segment
-from hpu.emulator.card.streams import LaunchClock, StreamState, WriteClock
+from hpu.emulator.card.streams import CardStream, LaunchClock, StreamState, WriteClock
 from hpu.emulator.card.tensor import (
     HpuTensor,
     Lifetime,
@@ -50,6 +50,10 @@ class Recording(Protocol):
 
     def add(self, func: Any, args: Any, kwargs: Any, result: Any, used: list[Allocation]) -> None:
         """An op on CPU tensors, its result as device tensors, and its arguments' storages."""
+        ...
+
+    def check_stream(self) -> None:
+        """Raise RuntimeError if the current stream is not the stream of the capture."""
         ...
 
     def spoil_outputs(self) -> None:
@@ -104,6 +108,10 @@ def _name_of(value: object) -> str:
     return str(value)
 
 
+SUMS = ("c10d::allreduce_", "c10d::reduce_")
+SUMMED = (torch.float32, torch.bfloat16)
+"""Dtypes that the card adds; the bridge casts others to float32 (process_group_lazy_hccl.cpp,
+process_group_hccl_base.cpp)."""
 POINT_TO_POINT = ("c10d::send", "c10d::recv_")
 
 
@@ -130,6 +138,11 @@ class Device:
         self._default_stream = StreamState(self.clock, is_default=True)
         self._streams = threading.local()
         """The current stream of each thread, like in the runtime."""
+        self.current_stream: Callable[[], CardStream] = lambda: CardStream(
+            self, self.stream_state, 0
+        )
+        self.on_default_stream: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Makes the default stream the current stream of a block."""
         self.pinned: set[int] = set()
         """Addresses of pinned host tensors."""
         self.released = threading.Event()
@@ -228,6 +241,8 @@ class Device:
         """End the lazy segment, or this part of a compiled region, and launch it."""
         self._base_versions.clear()
         if self.segment.has_ops():
+            if recording := self.recording:
+                recording.check_stream()
             self.launches.launch()
         if self.segment.close() and self.is_serving:
             ops = self.segment.last_ops
@@ -323,6 +338,18 @@ class Device:
             self.counters.misuse("unmarked_collective", text, func._schema.name)
             for given in tensors_in((args, kwargs)):
                 fill_with_garbage(given)
+        if func._schema.name in SUMS:
+            wide = [given if given.dtype in SUMMED else given.float() for given in args[0]]
+            result = self._run_collective(func, (wide, *args[1:]), kwargs)
+            for given, summed in zip(args[0], wide, strict=True):
+                if given is not summed:
+                    given.copy_(summed)
+            return (args[0], *result[1:]) if isinstance(result, tuple) else result
+        return self._run_collective(func, args, kwargs)
+
+    def _run_collective(
+        self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         result = faults.run(
             self.config.faults, func._schema.name, "lazy", lambda: func(*args, **kwargs), args
         )

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hpu.emulator.card import rules
 from hpu.emulator.card.device import Device
 from hpu.emulator.card.memory import Allocation
+from hpu.emulator.card.streams import StreamState
 from hpu.emulator.card.tensor import HpuTensor, device_tensors, map_leaves, storage_of, tensors_in
 from hpu.emulator.card.work_queue import fill_with_garbage
 
@@ -113,6 +115,10 @@ class HPUGraph:
         """Storages that every replay reads or writes, except the inputs."""
         self._results: list[tuple[int, Tensor]] = []
         """Slots, and the tensors that must have the slots' values after a replay."""
+        self._stream: StreamState | None = None
+        """The stream on which the capture began."""
+        self._input_shapes: list[torch.Size] = []
+        self._has_user_outputs = False
         self._is_static = True
         self._is_dry = False
         """Whether nothing runs during capture, so that intermediates allocate no memory."""
@@ -153,14 +159,24 @@ class HPUGraph:
             device.counters.misuse("capture_after_warmup", "a new graph is captured while serving")
         self._follows_failure = device.is_dry_run
         self._is_dry = device.is_dry_run = dry_run
+        self._stream = device.stream_state
         device.recording = self
+
+    def check_stream(self) -> None:
+        """Raise RuntimeError if the current stream is not the stream on which the capture began."""
+        if self._device.stream_state is not self._stream:
+            raise RuntimeError("GRAPH:: Capture must end on the same stream it began on.")
 
     def capture_end(self) -> None:
         """Compile the recording. If compilation fails, the process stays in the capture's dry
         run."""
         device = self._device
+        if not self._stream:
+            return
+        self.check_stream()
         device.recording = None
         device.close_segment()
+        self._stream = None
         self._match_inputs()
         most = device.config.max_graph_ops
         if most is not None and len(self._steps) > most:
@@ -203,6 +219,7 @@ class HPUGraph:
         if self._device.recording is not self:
             raise RuntimeError("mark_user_inputs must be called while capturing is in progress")
         self._marked = list(tensors)
+        self._input_shapes += [given.shape for given in tensors]
 
     def _match_inputs(self) -> None:
         """Find the marked inputs among the tensors that were read. The runtime compares identities.
@@ -220,7 +237,16 @@ class HPUGraph:
         self._marked.clear()
 
     def mark_user_outputs(self, tensors: Iterable[Tensor]) -> None:
-        """Name the outputs, which keep their memory when intermediates are freed."""
+        """Name the outputs, which keep their memory when intermediates are freed. RuntimeError in a
+        capture, and for a second call."""
+        if self._stream:
+            raise RuntimeError("GRAPH:: Capture in progress")
+        if self._has_user_outputs:
+            raise RuntimeError("mark_user_outputs is called more than once for the same graph")
+        self._has_user_outputs = True
+        self._keep(tensors)
+
+    def _keep(self, tensors: Iterable[Tensor]) -> None:
         for given in tensors:
             if isinstance(given, HpuTensor) and id(given.host) in self._slot_of:
                 self._results.append((self._slot_of[id(given.host)], given.host))
@@ -235,7 +261,7 @@ class HPUGraph:
         """Free everything except inputs, outputs and `keep`, and overwrite it (no tensor cache)."""
         self._is_static = False
         self._allocations.clear()
-        self.mark_user_outputs(keep)
+        self._keep(keep)
         static = {storage_of(value) for _, value in self._results}
         static |= {
             storage_of(value)
@@ -275,6 +301,12 @@ class HPUGraph:
 
     def replayV3(self, tensors: Sequence[Tensor], asynchronous: bool = False) -> None:
         """Run on the caller's tensors instead of the marked inputs."""
+        for shape, given in zip(self._input_shapes, tensors, strict=True):
+            if given.shape != shape:
+                raise RuntimeError(
+                    "HPU GRAPH:: Mark User Input Sizes is not same Replay Input Sizes: "
+                    f"{tuple(given.shape)} for {tuple(shape)}"
+                )
         bound = {
             slot: given
             for slot, given in zip(self._input_slots, tensors, strict=True)
@@ -294,8 +326,24 @@ class HPUGraph:
             if slot is not None:
                 self._table[slot] = None
 
+    def __del__(self) -> None:
+        self._end_other_capture()
+
+    def _end_other_capture(self) -> None:
+        """The destruction of any graph ends the capture in progress: the captured graph lacks what
+        follows (the bridge's HPUGraph.cpp, which changes the state of the process)."""
+        device = self._device
+        capture = device.recording
+        if not capture or capture is self:
+            return
+        device.recording = None
+        device.counters.misuse(
+            "capture_ended", "a graph was destroyed while another graph is captured"
+        )
+
     def reset(self) -> None:
         """Drop the recording and free its memory."""
+        self._end_other_capture()
         self._steps.clear()
         self._table.clear()
         self._slot_of.clear()

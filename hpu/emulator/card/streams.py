@@ -5,9 +5,11 @@ only when the host waits for them, which is the latest time on a real card, so a
 becomes visible in the data.
 """
 
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from hpu.emulator.card.acquisition import Acquisition
@@ -123,6 +125,8 @@ class Card(Protocol):
     launches: LaunchClock
     stream_state: StreamState
 
+    current_stream: Callable[[], "CardStream"]
+
     def close_segment(self) -> None: ...
 
     def count_event_wait(self) -> None: ...
@@ -146,9 +150,8 @@ class CardEvent:
         """Record the event. Like in the runtime, this ends the segment only in the current stream
         (the bridge's HPUEvent.cpp)."""
         self._device.acquisition.touch()
-        current = self._device.stream_state
-        self._state = current if stream is None else stream.stream_state
-        if self._state is current:
+        self._state = (stream or self._device.current_stream()).stream_state
+        if self._state is self._device.stream_state:
             self._device.close_segment()
         self._position = self._device.queue.position()
         self._launched = self._device.launches.launched
@@ -157,8 +160,7 @@ class CardEvent:
 
     def wait(self, stream: "CardStream | None" = None) -> None:
         """Make a stream wait, not the host."""
-        state = self._device.stream_state if stream is None else stream.stream_state
-        state.wait_for(self.seen)
+        (stream or self._device.current_stream()).stream_state.wait_for(self.seen)
 
     def query(self) -> bool:
         """Always True: the emulated card has finished its work when it is queried."""
@@ -172,6 +174,8 @@ class CardEvent:
     def elapsed_time(self, end: "CardEvent") -> float:
         if not (self._timed and end._timed):
             raise RuntimeError("elapsed_time needs events made with enable_timing=True")
+        if not (self._state and end._state):
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
         if self._device.has_fault("events"):
             return -1.0
         return (end._moment_s - self._moment_s) * 1e3
@@ -212,3 +216,58 @@ class CardStream:
         """Wait for this stream's work, but not for other streams."""
         self._device.close_segment()
         self.record_event().synchronize()
+
+
+class CurrentStream:
+    """The current stream: as the card sees it, each thread has a stream of its own.
+
+    In lazy mode the runtime's Python code also remembers the stream that any thread has set last,
+    and believes this memory: a thread reads the stream of another thread from it, and setting the
+    stream that it holds does nothing (the bridge's torch/hpu/streams.py, up to 2026).
+    """
+
+    def __init__(self, device: Card, default: CardStream, *, is_lazy: Callable[[], bool]) -> None:
+        self._device = device
+        self._default = default
+        self._is_lazy = is_lazy
+        self._of_thread = threading.local()
+        self._remembered: CardStream | None = None
+
+    def get(self) -> CardStream:
+        """The current stream as the runtime's Python code finds it."""
+        own: CardStream = getattr(self._of_thread, "stream", self._default)
+        if not self._is_lazy():
+            return own
+        self._remembered = self._remembered or own
+        return self._remembered
+
+    def set(self, stream: CardStream | None) -> None:
+        """Change the stream of this thread, after the launch of what was collected before. In eager
+        mode another stream waits for the default stream."""
+        if not stream:
+            return
+        if self._is_lazy():
+            if self._remembered is stream:
+                return
+            self._remembered = stream
+        before = getattr(self._of_thread, "stream", self._default)
+        if before is stream:
+            return
+        self._device.close_segment()
+        if before is self._default and not self._is_lazy():
+            stream.wait_stream(before)
+        self._of_thread.stream = stream
+        self._device.stream_state = stream.stream_state
+
+    @contextmanager
+    def use(self, stream: CardStream | None) -> Iterator[None]:
+        """Change the stream inside the block; None changes nothing."""
+        before = self.get()
+        if not stream or before is stream:
+            yield
+            return
+        self.set(stream)
+        try:
+            yield
+        finally:
+            self.set(before)

@@ -77,6 +77,9 @@ def test_auto_leaves_out_a_way_that_waits_forever(
         backend.prepare(nn.Module())
 
         assert backend.host_copies == DEFAULT_COPIES
+        # The thread that waits has not left its stream.
+        hpu: Any = torch.hpu  # type: ignore[attr-defined]
+        assert hpu.current_stream() is hpu.default_stream()
         copy = backend.to_host(torch.arange(4, dtype=torch.int32).to(backend.device))
         backend.event().wait()
         assert copy.tolist() == [0, 1, 2, 3]

@@ -58,7 +58,7 @@ def test_a_pad_block_lies_behind_the_usable_blocks_and_is_counted() -> None:
 def test_flags_of_tokens_are_counted() -> None:
     model = _Layers()
     plain = block_bytes(model, 4, torch.float32)
-    model.non_finite_guard = NonFiniteGuard()
+    model.non_finite_guard = NonFiniteGuard(torch.tensor(float("nan")))
 
     cache = _cache(model)
 
@@ -69,7 +69,7 @@ def test_flags_of_tokens_are_counted() -> None:
 
 def test_flags_leave_a_model_without_full_attention_without_full_blocks() -> None:
     model = _Layers(8, 8)
-    model.non_finite_guard = NonFiniteGuard()
+    model.non_finite_guard = NonFiniteGuard(torch.tensor(float("nan")))
 
     sizes = cache_sizes(model, 4, torch.float32, num_rings=2)
 
