@@ -15,7 +15,7 @@ from config.checkpoint.tokenizer_bounds import check_tokenizer_file
 from config.engine import DUMMY, EngineConfig
 from config.errors import CheckpointError, ConfigError, EngineDied
 from config.loading.env import cache_home
-from config.lora.configured import check_adapter_paths
+from config.lora.configured import check_adapter_paths, check_adapters
 from config.progress import Report
 from config.server import ServerConfig
 from config.startup_checks import check_checkpoint, check_device, check_model_config
@@ -95,6 +95,7 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
         check=partial(check_model_config, engine),
     )
     check_checkpoint(engine, folder)
+    check_adapters(engine.lora, folder, engine.download_dir)
     if not server.skip_tokenizer_init:
         # Resolve and check the tokenizer here, with progress reports and before any process starts.
         # API servers find the tokenizer in the cache.
