@@ -220,7 +220,7 @@ def _packages(packages: dict[str, str | None]) -> tuple[Finding, ...]:
 def _cache(folder: str, model: str) -> Finding:
     """Check that files can be written to the folder, or to its nearest existing parent if the
     folder does not exist."""
-    # A server stores these models in the folder; with others, it starts without the folder.
+    # A server needs the folder to store these models. It serves other models without the folder.
     level = ERROR if model in NAMES or model.lower().endswith(".gguf") else WARN
     existing = Path(folder)
     try:
