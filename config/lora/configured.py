@@ -94,7 +94,7 @@ def extra_targets(
     asked = config.lora_extra_targets
     if AUTO not in asked:
         return tuple(kind for kind in EXTRA_TARGETS if kind in asked)
-    found = set()
+    found: set[str] = set()
     for adapter in configured_adapters(config, download_dir):
         with naming(adapter):
             read = read_adapter(AdapterFolder(adapter.path, label=adapter.label), base)
