@@ -3,6 +3,7 @@ that a command can refuse a wrong name before it imports its other modules."""
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from config.checkpoint.demo import NAMES
@@ -33,3 +34,15 @@ def no_such_model(model: str) -> ConfigError:
         f"no such file or folder: {model}; a model of the Hugging Face hub is named like org/name, "
         f"the demo model {NAMES[0]!r}"
     )
+
+
+def default_names(model: str, adapters: Collection[str] = ()) -> tuple[str, ...]:
+    """Names of `model` in the API without --served-model-name. A path has two: itself, as vLLM
+    names the model, and its last part, unless that is the name of an adapter."""
+    if model in NAMES:
+        return NAMES
+    path = os.path.expanduser(model)
+    if not os.path.exists(path):
+        return (model,)
+    last = os.path.basename(os.path.abspath(path))
+    return (model,) if not last or last == model or last in adapters else (model, last)

@@ -77,8 +77,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(_OF_NUMBER.sub(r"--\1 is ", message))
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices and value not in action.choices:
             allowed = ", ".join(map(str, action.choices))
             raise argparse.ArgumentError(action, f"is {value!r}, it must be one of {allowed}")
 

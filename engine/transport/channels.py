@@ -272,13 +272,14 @@ class RouterSocket(Generic[Sent, Received]):
     def __init__(
         self,
         socket: "zmq.Socket[bytes]",
+        monitor: "zmq.Socket[bytes]",
         received: Any,
         num_peers: int,
         on_all: Callable[[], None],
         segments: Segments | None = None,
     ) -> None:
-        """`on_all` is called when `num_peers` peers have sent a message. `segments`: see
-        PairSocket."""
+        """`monitor`: receives _Admissions.EVENTS. `on_all` is called when `num_peers` peers have
+        sent a message. `segments`: see PairSocket."""
         self._socket = socket
         self._segments = segments
         self._encode = msgspec.msgpack.Encoder().encode
@@ -286,7 +287,7 @@ class RouterSocket(Generic[Sent, Received]):
         self._decode = msgspec.msgpack.Decoder(received).decode
         self._num_peers = num_peers
         self._on_all = on_all
-        self._monitor = _monitor(socket, socket.context, _Admissions.EVENTS)
+        self._monitor = monitor
         self._admissions = _Admissions()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: dict[bytes, int] = {}
@@ -335,13 +336,12 @@ class RouterSocket(Generic[Sent, Received]):
 
     def close(self) -> None:
         """Disconnect; safe to call twice. Unsent messages are dropped."""
-        if self._monitor.closed:
+        if self._socket.closed:
             return
         if self._loop is not None:
             self._loop.remove_reader(_number(self._socket, zmq.FD))
             self._loop.remove_reader(_number(self._monitor, zmq.FD))
-        if not self._socket.closed:
-            self._socket.disable_monitor()
+        self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
@@ -479,17 +479,15 @@ class ZmqContext:
         message (0: never). Raises ConfigError when the address is not available."""
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        on_all = partial(_remove, _path_of(endpoint))
         # Before the socket listens: the monitor must report every connection.
-        router: RouterSocket[Any, Any] = RouterSocket(
-            socket, received, num_peers, on_all, Segments.beside(endpoint)
-        )
+        monitor = _monitor(socket, socket.context, _Admissions.EVENTS)
         try:
-            self._listen(socket, endpoint)
+            on_all = partial(_remove, self._listen(socket, endpoint))
         except ConfigError:
-            router.close()
+            monitor.close(linger=0)
             raise
-        return router
+        segments = Segments.beside(endpoint)
+        return RouterSocket(socket, monitor, received, num_peers, on_all, segments)
 
     def close(self) -> None:
         """Wait until closed sockets have lingered. Close every channel before."""
@@ -543,7 +541,7 @@ class ZmqContext:
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from error
-        return _path_of(endpoint)
+        return endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else None
 
 
 class _SocketThread:
@@ -644,11 +642,6 @@ def _endpoint(socket: "zmq.Socket[bytes]") -> str:
     address = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(address, bytes)
     return address.rstrip(b"\0").decode()
-
-
-def _path_of(endpoint: str) -> str | None:
-    """The path of a Unix socket; None for other endpoints."""
-    return endpoint.removeprefix("ipc://") if endpoint.startswith("ipc://") else None
 
 
 def _send(socket: "zmq.Socket[bytes]", message: bytes, segments: Segments | None) -> bool:

@@ -4,12 +4,11 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
 from config import log
-from config.checkpoint.demo import NAMES
+from config.checkpoint.model_name import default_names
 from config.checkpoint.resolve import resolve
 from config.checkpoint.tokenizer_bounds import check_tokenizer_file
 from config.engine import DUMMY, EngineConfig
@@ -55,18 +54,6 @@ def start(engine: EngineConfig, server: ServerConfig) -> int:
     server = dataclasses.replace(server, served_model_names=names)
     run = serve if engine.data_parallel.has_api_servers else serve_engines
     return run(engine, server, find)
-
-
-def default_names(model: str, adapters: Collection[str] = ()) -> tuple[str, ...]:
-    """Names of `model` in the API without --served-model-name. A path has two: itself, as vLLM
-    names the model, and its last part, unless that is the name of an adapter."""
-    if model in NAMES:
-        return NAMES
-    path = os.path.expanduser(model)
-    if not os.path.exists(path):
-        return (model,)
-    last = os.path.basename(os.path.abspath(path))
-    return (model,) if not last or last == model or last in adapters else (model, last)
 
 
 def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:

@@ -55,7 +55,7 @@ def place_of(field: str, response_format: Mapping[str, Any] | None) -> str:
     """Path of the grammar that `field` sets, for errors."""
     if field == "tools":
         return "the parameters of a tool"
-    if field == "response_format" and response_format is not None:
+    if field == "response_format" and response_format:
         path = {"json_schema": ".json_schema.schema", "json_object": ".schema"}
         return field + path.get(str(response_format.get("type")), "")
     return field
