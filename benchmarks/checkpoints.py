@@ -144,7 +144,7 @@ def main() -> None:
     torch.manual_seed(0)
     weights = dict(tensors(config, word_ids(out / "tokenizer.json")))
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    print(f"{sum(one.numel() for one in weights.values()):,} parameters in {out}")
+    print(f"{sum(weight.numel() for weight in weights.values()):,} parameters in {out}")
 
 
 if __name__ == "__main__":

@@ -262,8 +262,8 @@ def _bounds(first: Measured, workloads: list[Workload], folder: Path, rates: lis
     """Table of the machine's bounds at the mean of `rates`, and what the first server reaches."""
     weights = read_weights(folder)
     mean = Rates(
-        statistics.fmean(one.reads for one in rates),
-        statistics.fmean(one.multiplies for one in rates),
+        statistics.fmean(rate.reads for rate in rates),
+        statistics.fmean(rate.multiplies for rate in rates),
     )
     lines = [
         "",

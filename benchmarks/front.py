@@ -50,10 +50,10 @@ class Target:
         return {"model": self.model, "stream": stream, **fields, **usage, **more}
 
     def cpu_s(self) -> float:
-        return sum(sum(one.cpu_times()[:2]) for one in self._processes)
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
 
     def memory_bytes(self) -> int:
-        return sum(one.memory_full_info().uss for one in self._processes)
+        return sum(process.memory_full_info().uss for process in self._processes)
 
     def streams(self, count: int) -> list[Stream]:
         return [self.server.connect() for _ in range(count)]
@@ -75,7 +75,9 @@ def our_server(step_ms: float, *flags: str, num_api_servers: int = 1) -> Iterato
         children = psutil.Process(process.pid).children()
         processes = [psutil.Process(process.pid)]
         if num_api_servers > 1:
-            processes = [one for one in children if any("API server" in w for w in one.cmdline())]
+            processes = [
+                item for item in children if any("API server" in w for w in item.cmdline())
+            ]
         yield Target("gaudiserve", url, processes)
     finally:
         process.terminate()

@@ -47,7 +47,7 @@ def measure_steps(num_steps: int, repeats: int) -> list[Numbers]:
         numbers["wall_us"] = min(median(times.wall) for times in runs) * 1e6
         numbers["cpu_us"] = median(cpu) * 1e6
         numbers["cpu_p99_us"] = cpu[len(cpu) * 99 // 100] * 1e6
-        plain = next((one for one in found if one["rows"] == rows), numbers)
+        plain = next((entry for entry in found if entry["rows"] == rows), numbers)
         numbers["ratio"] = numbers["cpu_us"] / plain["cpu_us"]
         found.append(numbers)
         _log(f"batch {rows}, {waiting} waiting, context {context}: {numbers['cpu_us']:.0f} us")
@@ -102,20 +102,20 @@ def markdown(steps: list[Numbers], overlap: list[Numbers], rest: Numbers) -> str
         "| goal |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    for one in steps:
-        most = GOAL_US.get(int(one["rows"]))
+    for step in steps:
+        most = GOAL_US.get(int(step["rows"]))
         lines.append(
-            f"| {one['rows']:.0f} | {one['waiting']:.0f} | {one['context']:.0f} | "
-            f"{one['wall_us']:.0f} | {one['cpu_us']:.0f} | {one['cpu_p99_us']:.0f} | "
-            f"{one['ratio']:.2f} | {f'under {most} us' if most else ''} |"
+            f"| {step['rows']:.0f} | {step['waiting']:.0f} | {step['context']:.0f} | "
+            f"{step['wall_us']:.0f} | {step['cpu_us']:.0f} | {step['cpu_p99_us']:.0f} | "
+            f"{step['ratio']:.2f} | {f'under {most} us' if most else ''} |"
         )
     lines += ["", "| batch | device's step | busy | in the median step | goal |"]
     lines += ["| ---: | ---: | ---: | ---: | --- |"]
-    for one in overlap:
-        least = GOAL_BUSY[one["step_ms"]] if one["rows"] == 256 else None
+    for item in overlap:
+        least = GOAL_BUSY[item["step_ms"]] if item["rows"] == 256 else None
         lines.append(
-            f"| {one['rows']:.0f} | {one['step_ms']:g} ms | {one['busy']:.1%} | "
-            f"{one['busy_median_step']:.1%} | {f'at least {least:.0%}' if least else ''} |"
+            f"| {item['rows']:.0f} | {item['step_ms']:g} ms | {item['busy']:.1%} | "
+            f"{item['busy_median_step']:.1%} | {f'at least {least:.0%}' if least else ''} |"
         )
     lines += [
         "",

@@ -80,7 +80,7 @@ async def watch_steps(
         directory.close()
     (first, before), (last, after) = cpu[:2]
     engine_s, sockets_s = (
-        (one - other) / (last - first) for one, other in zip(after, before, strict=True)
+        (older - other) / (last - first) for older, other in zip(after, before, strict=True)
     )
     return Steps(found[WARM_STEPS : WARM_STEPS + num_steps], engine_s, sockets_s)
 

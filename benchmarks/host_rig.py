@@ -179,7 +179,7 @@ def watch_admission(num_requests: int, num_tokens: int) -> Admission:
     device = NullDevice(config)
     ready = device.start(lambda progress: None)
     core = EngineCore(config, device, ready, make_table(config, ready), time.monotonic)
-    frames = [encode(one) for one in prompts([num_tokens] * num_requests, max_tokens=500)]
+    frames = [encode(prompt) for prompt in prompts([num_tokens] * num_requests, max_tokens=500)]
     take = msgspec.msgpack.Decoder(AddRequest).decode
     start = time.thread_time()
     for frame in frames:

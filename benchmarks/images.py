@@ -109,7 +109,7 @@ def make(source: Path, out: Path) -> None:
     words[word_ids(out / "tokenizer.json")] = 1
     model.lm_head.weight.data *= words
     model.save_pretrained(out)
-    count = sum(one.numel() for one in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{count:,} parameters in {out}")
 
 
@@ -147,7 +147,7 @@ async def chat(http: httpx.AsyncClient, model: str, seed: int) -> tuple[float, i
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line[6:])
-            if not first_s and any(one["delta"].get("content") for one in event["choices"]):
+            if not first_s and any(item["delta"].get("content") for item in event["choices"]):
                 first_s = time.monotonic() - begun_s
             if event.get("usage"):
                 tokens = event["usage"]["completion_tokens"]
@@ -165,7 +165,7 @@ async def measure(url: str) -> list[str]:
             for _ in range(ROUNDS):
                 begun_s = time.monotonic()
                 found = await asyncio.gather(
-                    *(chat(http, model, seed + one) for one in range(streams))
+                    *(chat(http, model, seed + item) for item in range(streams))
                 )
                 seed += streams
                 rates.append(sum(count for _, count in found) / (time.monotonic() - begun_s))
@@ -185,8 +185,10 @@ async def measure(url: str) -> list[str]:
 async def encoded(http: httpx.AsyncClient) -> float:
     """Pictures that the tower has encoded; not a number for a server without this metric."""
     name = "gaudiserve:encoded_images_total"
-    found = [one for one in (await http.get("/metrics")).text.splitlines() if one.startswith(name)]
-    return sum(float(one.rsplit(" ", 1)[1]) for one in found) if found else float("nan")
+    found = [
+        line for line in (await http.get("/metrics")).text.splitlines() if line.startswith(name)
+    ]
+    return sum(float(entry.rsplit(" ", 1)[1]) for entry in found) if found else float("nan")
 
 
 def generate(folder: Path) -> list[str]:
@@ -201,7 +203,7 @@ def generate(folder: Path) -> list[str]:
         firsts, rates = [], []
         for _ in range(ROUNDS):
             images: list[Image.Image] = [
-                Image.open(io.BytesIO(picture(seed + one))) for one in range(streams)
+                Image.open(io.BytesIO(picture(seed + item))) for item in range(streams)
             ]
             seed += streams
             begun_s = time.monotonic()

@@ -311,7 +311,7 @@ def measure(
     for name in names:
         runs = [state.launch(name) for state in states]
         answers = [run() for run in runs]
-        agree = sum(torch.equal(one, answers[0]) for one in answers) == len(answers)
+        agree = sum(torch.equal(answer, answers[0]) for answer in answers) == len(answers)
         seconds: list[list[float]] = [[] for _ in runs]
         end = time.perf_counter() + budget
         while time.perf_counter() < end or len(seconds[0]) < 3:
@@ -365,12 +365,14 @@ def main() -> None:
         config = config_of(shape, folder)
         batches = [int(name.split()[1]) for name in arguments.launch if "decode" in name]
         sizes = (context, max(batches, default=1))
-        states = [Launches(config, one, *sizes, *names) for one in libraries for names in formats]
+        states = [
+            Launches(config, library, *sizes, *names) for library in libraries for names in formats
+        ]
         rows = measure(states, shape, arguments.launch, rates, arguments.seconds, context)
     gigabytes, teraflops = median(rates.read) / 1e9, median(rates.multiplied) / 1e12
     names = [f"cache {cache}, weights {weights}" for cache, weights in formats]
     states_named = names if len(formats) > 1 else ["before", "now"][-len(states) :]
-    columns = " | ".join(f"{one}, ms | share of the bound" for one in states_named)
+    columns = " | ".join(f"{item}, ms | share of the bound" for item in states_named)
     lines = [
         f"{datetime.date.today()}, {machine()}, {threads} threads. Shape `{arguments.model}`; "
         f"memory is read at {gigabytes:.1f} GB/s, products alone reach {teraflops:.2f} TFLOP/s. "
@@ -381,7 +383,7 @@ def main() -> None:
     ]
     for name, work, seconds, _ in rows:
         bound = rates.bound(work)
-        cells = " | ".join(f"{1e3 * one:.2f} | {bound / one:.0%}" for one in seconds)
+        cells = " | ".join(f"{1e3 * second:.2f} | {bound / second:.0%}" for second in seconds)
         lines.append(f"| {name} | {1e3 * bound:.2f} | {cells} |")
     table = "\n".join(lines) + "\n"
     print(table)

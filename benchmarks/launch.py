@@ -70,7 +70,7 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
     ),
     (Decoder, "logits", SAMPLING),
     (Sampler, "sample", SAMPLING),
-    (Sampler, "begin_whole", SAMPLING),
+    (Sampler, "begin_fused", SAMPLING),
     (SamplerGraphs, "find", SAMPLING),
     (SamplerGraph, "run", SAMPLING),
     (ModelRunner, "_sample", SAMPLING),
@@ -185,10 +185,10 @@ def markdown(device: str, lines: list[Numbers], counts: Numbers) -> str:
         f"| rows | a replay | {' | '.join(columns.values())} |",
         f"| ---: | --- | {' | '.join(['---:'] * len(columns))} |",
     ]
-    for one in lines:
-        replay = "computes" if one["computes"] else "returns at once"
-        cells = " | ".join(f"{one[column]:.0f}" for column in columns)
-        found.append(f"| {one['rows']:.0f} | {replay} | {cells} |")
+    for line in lines:
+        replay = "computes" if line["computes"] else "returns at once"
+        cells = " | ".join(f"{line[column]:.0f}" for column in columns)
+        found.append(f"| {line['rows']:.0f} | {replay} | {cells} |")
     found += ["", "| of a step | |", "| --- | ---: |"]
     found += [f"| {name} | {count:g} |" for name, count in sorted(counts.items())]
     return "\n".join(found) + "\n"

@@ -29,7 +29,7 @@ from hpu.protocol import (
     Ranks,
     StepPlan,
     StepResult,
-    Warmed,
+    WarmedBuckets,
     WarmupProgress,
     WorkerReady,
 )
@@ -93,13 +93,13 @@ class NullDevice:
     def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         return self._ready
 
-    def idle(self) -> Warmed | None:
+    def idle(self) -> WarmedBuckets | None:
         return None
 
     def warm_up_next(self) -> bool:
         return False
 
-    def take_warmed(self) -> list[Warmed]:
+    def take_warmed(self) -> list[WarmedBuckets]:
         return []
 
     def close(self) -> None:

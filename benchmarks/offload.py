@@ -66,7 +66,7 @@ def main() -> None:
     first = [
         [rng.randrange(100, 40_000) for _ in range(args.tokens)] for _ in range(args.conversations)
     ]
-    second = [one + [rng.randrange(100, 40_000) for _ in range(MORE_TOKENS)] for one in first]
+    second = [entry + [rng.randrange(100, 40_000) for _ in range(MORE_TOKENS)] for entry in first]
     blocks = -(-(args.tokens + MORE_TOKENS + 1) // BLOCK_SIZE)
     settings: dict[str, Any] = {
         "block_size": BLOCK_SIZE,

@@ -66,18 +66,18 @@ def engine_rows(repeats: int) -> Rows:
         for workers in WORKERS
     }
     found: Rows = [["workers", "engine, us", "over 1", "sockets, us", "busy", "busy, median step"]]
-    alone = min(one.engine_s for one in runs[1])
+    alone = min(run.engine_s for run in runs[1])
     for workers, steps in runs.items():
-        engine_s = min(one.engine_s for one in steps)
-        sockets_s = min(one.sockets_s for one in steps)
+        engine_s = min(step.engine_s for step in steps)
+        sockets_s = min(step.sockets_s for step in steps)
         found.append(
             [
                 f"{workers}",
                 f"{engine_s * 1e6:.0f}",
                 f"{engine_s / alone:.2f}",
                 f"{sockets_s * 1e6:.0f}",
-                f"{STEP_S / min(mean(one.seconds) for one in steps):.1%}",
-                f"{STEP_S / min(median(one.seconds) for one in steps):.1%}",
+                f"{STEP_S / min(mean(step.seconds) for step in steps):.1%}",
+                f"{STEP_S / min(median(step.seconds) for step in steps):.1%}",
             ]
         )
     return found

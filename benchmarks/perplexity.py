@@ -88,24 +88,24 @@ def measure_all(options: argparse.Namespace, text: str) -> list[Measured]:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
             work = alone.submit(measure, *case, text, options, dict(options.set))
             try:
-                one = work.result()
+                figures = work.result()
             except ConfigError as error:
                 _log(f"{named}: {error}")
                 continue
-        found.append(one)
-        _log(f"{named}: perplexity {one.reading.perplexity:.4f}")
+        found.append(figures)
+        _log(f"{named}: perplexity {figures.reading.perplexity:.4f}")
     return found
 
 
 def rows(found: Sequence[Measured]) -> list[dict[str, Any]]:
     """Rows of the table; ratios are relative to the first of `found`."""
     table = []
-    for one in found:
-        numbers = asdict(one)
+    for entry in found:
+        numbers = asdict(entry)
         del numbers["reading"]
-        numbers["perplexity"] = one.reading.perplexity
-        numbers["ratio"] = one.reading.perplexity / found[0].reading.perplexity
-        numbers["agreement"] = one.reading.agreement(found[0].reading)
+        numbers["perplexity"] = entry.reading.perplexity
+        numbers["ratio"] = entry.reading.perplexity / found[0].reading.perplexity
+        numbers["agreement"] = entry.reading.agreement(found[0].reading)
         table.append(numbers)
     return table
 
@@ -125,10 +125,10 @@ def markdown(found: Sequence[Measured], options: argparse.Namespace) -> str:
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     lines += [
-        f"| {one['variant']} | {one['dtype']} | {one['kv_cache_dtype']} | {one['perplexity']:.3f} "
-        f"| {one['ratio']:.4f} | {one['agreement']:.1%} | {one['weight_bytes'] / 1e6:.1f} "
-        f"| {one['tokens_per_s']:.1f} | {one['tokens_per_s'] / found[0].tokens_per_s:.2f} |"
-        for one in rows(found)
+        f"| {row['variant']} | {row['dtype']} | {row['kv_cache_dtype']} | {row['perplexity']:.3f} "
+        f"| {row['ratio']:.4f} | {row['agreement']:.1%} | {row['weight_bytes'] / 1e6:.1f} "
+        f"| {row['tokens_per_s']:.1f} | {row['tokens_per_s'] / found[0].tokens_per_s:.2f} |"
+        for row in rows(found)
     ]
     return "\n".join(lines) + "\n"
 

@@ -102,10 +102,10 @@ def main() -> None:
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     lines += [
-        f"| {one['product']} {SHAPES[str(one['product'])]} | {one['rows']} | {one['ours']:.1f} "
-        f"| {one['torch']:.1f} | {float(one['ours']) / float(one['torch']):.2f} "
-        f"| {one['read']:.1f} |"
-        for one in found
+        f"| {row['product']} {SHAPES[str(row['product'])]} | {row['rows']} | {row['ours']:.1f} "
+        f"| {row['torch']:.1f} | {float(row['ours']) / float(row['torch']):.2f} "
+        f"| {row['read']:.1f} |"
+        for row in found
     ]
     table = "\n".join(lines) + "\n"
     print(table)

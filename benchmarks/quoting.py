@@ -56,7 +56,7 @@ def main() -> None:
     print(table(measured))
     if args.out is not None:
         facts = {"machine": machine(), "date": datetime.date.today().isoformat()}
-        servers = [one._asdict() for one in measured]
+        servers = [row._asdict() for row in measured]
         args.out.write_text(json.dumps({**facts, "servers": servers}, indent=1) + "\n")
 
 
@@ -85,13 +85,13 @@ def table(measured: list[Measured]) -> str:
         "| server | tokens/s, median | least | most | ratio | tokens of a turn |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for one in measured:
-        rate = statistics.median(one.rates)
+    for row in measured:
+        rate = statistics.median(row.rates)
         lines.append(
-            f"| {one.name} | {rate:.1f} | {min(one.rates):.1f} | {max(one.rates):.1f} "
-            f"| {rate / first:.2f} | {one.num_tokens} |"
+            f"| {row.name} | {rate:.1f} | {min(row.rates):.1f} | {max(row.rates):.1f} "
+            f"| {rate / first:.2f} | {row.num_tokens} |"
         )
-    return "\n".join([*lines, "", *(f"- {one.name}: `{one.command}`" for one in measured)])
+    return "\n".join([*lines, "", *(f"- {row.name}: `{row.command}`" for row in measured)])
 
 
 if __name__ == "__main__":

@@ -109,12 +109,12 @@ class BucketConfig:
         """Launch sizes given in `images`; empty: the model's defaults."""
         if self.images.lower() in AUTOMATIC:
             return ()
-        return tuple(int(one) for one in self.images.split(","))
+        return tuple(int(size) for size in self.images.split(","))
 
     def __post_init__(self) -> None:
         check_settings(self)
         sizes = [] if self.images.lower() in AUTOMATIC else self.images.split(",")
-        if not all(is_count(one) and 1 <= int(one) <= MAX_TILES for one in sizes):
+        if not all(is_count(size) and 1 <= int(size) <= MAX_TILES for size in sizes):
             raise ConfigError(
                 f"--multimodal-buckets is {self.images!r}, it must be numbers from 1 to "
                 f"{MAX_TILES} with commas between them"

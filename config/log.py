@@ -171,7 +171,7 @@ def setup(
     global _applied
     _applied = config
     root = logging.getLogger()
-    for handler in [one for one in root.handlers if isinstance(one, RoleHandler)]:
+    for handler in [handler for handler in root.handlers if isinstance(handler, RoleHandler)]:
         root.removeHandler(handler)
     ours = RoleHandler(sys.stderr)
     ours.setFormatter((JsonFormatter if config.format == JSON else RoleFormatter)(role, rank))
@@ -185,7 +185,9 @@ def setup(
         logger.propagate = True
         logger.setLevel(logging.NOTSET)
     access = logging.getLogger("uvicorn.access")
-    for found in [one for one in access.filters if isinstance(one, WithoutProbes)]:
+    for found in [
+        log_filter for log_filter in access.filters if isinstance(log_filter, WithoutProbes)
+    ]:
         access.removeFilter(found)
     access.addFilter(WithoutProbes())
     access.disabled = not access_log

@@ -52,7 +52,11 @@ def setting(default: T, help: str, **facts: Any) -> T:
 
 def settings_of(config: Any) -> dict[str, Setting]:
     """The settings of a dataclass, or of an instance, by field name in the order of the fields."""
-    return {one.name: one.metadata[_KEY] for one in fields(config) if _KEY in one.metadata}
+    return {
+        setting.name: setting.metadata[_KEY]
+        for setting in fields(config)
+        if _KEY in setting.metadata
+    }
 
 
 def is_count(word: str) -> bool:

@@ -243,7 +243,7 @@ class Request:
         return other
 
     @property
-    def has_nothing(self) -> bool:
+    def has_no_output(self) -> bool:
         """Whether the request has produced no token since it was last admitted."""
         return self.num_tokens == self.num_prefill_tokens
 

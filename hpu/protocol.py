@@ -124,7 +124,7 @@ class ImagePlacement(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """M-RoPE position increment per temporal grid step; accumulated positions are floored."""
 
 
-class EncodedImage(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """An image for the vision tower to encode."""
 
     content: bytes
@@ -194,7 +194,7 @@ class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     samples: list[bool] = []
 
 
-class KnownTokens(msgspec.Struct, array_like=True, gc=False):
+class SampledTokens(msgspec.Struct, array_like=True, gc=False):
     """Last tokens of each request in a plan's decodes, in order, which earlier pipeline stages
     lack."""
 
@@ -241,10 +241,10 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     its first drafts (StepResult.drafts). Empty: a single bitmask each."""
     freed_images: list[bytes] = []
     """Contents whose embeddings are freed, before new images are encoded."""
-    encoded_images: list[EncodedImage] = []
+    encoded_images: list[EncoderInput] = []
     """Images to encode before the launches. Embeddings stay until they are freed: a launch contains
     only tokens of images that are encoded and not freed."""
-    known: KnownTokens | None = None
+    known: SampledTokens | None = None
     """Set only when speculation is combined with pipeline stages."""
     stored_blocks: list[int] = []
     stored_slots: list[int] = []
@@ -460,8 +460,8 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     warmup_s: float
     bucket_limits: BucketLimits
     """Together with `buckets`, all that the engine needs to rebuild the worker's bucket table."""
-    num_later: int = 0
-    """Number of buckets that are prepared later between steps, each announced by a `Warmed`."""
+    num_deferred: int = 0
+    """Number of buckets that are prepared later between steps; WarmedBuckets announces each."""
     driver: str = ""
     software: str = ""
     """Versions of the device's driver and runtime."""
@@ -511,13 +511,13 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
         )
 
 
-class Warmed(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=8):
+class WarmedBuckets(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=8):
     """A bucket that an idle worker prepared after it was ready. A worker of a group prepares
     buckets on WARM_UP_NEXT, since all workers must run the same launches in the same order."""
 
     buckets: list[Bucket]
     """Prepared buckets, as in WorkerReady; empty if a bucket could not be prepared."""
-    num_later: int
+    num_deferred: int
     """Number of buckets still to prepare."""
     counters: dict[str, float] = {}
     """Counters as in StepResult."""
@@ -609,7 +609,7 @@ FromWorker = (
     | WorkerFailed
     | WarmupProgress
     | WorkerReady
-    | Warmed
+    | WarmedBuckets
     | WorkerAnswer
     | AdapterLoaded
     | BlocksFetched

@@ -80,7 +80,7 @@ def none_checks(nodes: Iterable[ast.AST]) -> int:
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Parameters of a function without `self` and `cls`."""
     arguments = function.args
-    names = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    names = [item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return len([name for name in names if name not in ("self", "cls")])
 
 

@@ -56,8 +56,8 @@ def model_facts(
     if path.is_dir() and any(path.glob("*.safetensors")):
         shapes = folder_shapes(path)
         own = model_shapes(facts, shapes)
-        loaded = {name: one for name, one in shapes.items() if not name.startswith(UNLOADED)}
-        count, total = (sum(map(math.prod, one.values())) for one in (own, loaded))
+        loaded = {name: shape for name, shape in shapes.items() if not name.startswith(UNLOADED)}
+        count, total = (sum(map(math.prod, group.values())) for group in (own, loaded))
         if facts.vision is not None:
             facts = replace(facts, num_tower_parameters=total - count)
         # Files of a quantized checkpoint hold packed values and scales, so their elements are not

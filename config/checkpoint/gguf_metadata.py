@@ -90,7 +90,7 @@ class GgufFile:
         """The array of `key`; None if absent. Raises ConfigError for elements that are not a
         `kind`."""
         found = self.value(key, list)
-        if found is not None and not all(isinstance(one, kind) for one in found):
+        if found is not None and not all(isinstance(value, kind) for value in found):
             raise ConfigError(
                 f"{shown(key)} in {self.path} is {shown(found)}, it must hold a {kind.__name__} "
                 "in each place"

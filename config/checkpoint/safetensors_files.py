@@ -67,7 +67,7 @@ def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
     missing = [] if "config.json" in names else ["config.json"]
     if not any(name.endswith(".safetensors") for name in names):
         missing.append("*.safetensors")
-        pickled = [name for name in names if any(fnmatch(name, one) for one in PICKLED)]
+        pickled = [name for name in names if any(fnmatch(name, pattern) for pattern in PICKLED)]
         if pickled:
             return ConfigError(
                 f"{model} has its weights only as pickles ({pickled[0]}), which can run code when "

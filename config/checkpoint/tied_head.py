@@ -22,7 +22,7 @@ def check_tied_head(facts: ModelConfig) -> None:
         return
     spec = decoder_spec(facts, has_head=True)
     head = f"{spec.names.get('lm_head', 'lm_head')}.weight"
-    embedding = next(one.name for one in weight_map.entries() if one.parameter == _EMBEDDING)
+    embedding = next(entry.name for entry in weight_map.entries() if entry.parameter == _EMBEDDING)
     found = {
         name: (file, stored)
         for file in weight_files(Path(facts.path))
@@ -36,19 +36,19 @@ def check_tied_head(facts: ModelConfig) -> None:
         )
 
 
-def _may_be_equal(one: tuple[Path, StoredTensor], other: tuple[Path, StoredTensor]) -> bool:
+def _may_be_equal(entry: tuple[Path, StoredTensor], other: tuple[Path, StoredTensor]) -> bool:
     """Whether samples of two tensors are equal. Tensors of the same shape and different dtypes are
     not compared and count as equal."""
-    if one[1].shape != other[1].shape:
+    if entry[1].shape != other[1].shape:
         return False
-    if one[1].dtype != other[1].dtype:
+    if entry[1].dtype != other[1].dtype:
         return True
-    num_bytes = one[1].num_bytes
+    num_bytes = entry[1].num_bytes
     step = max(num_bytes // _NUM_SAMPLES, 1)
-    with one[0].open("rb") as first, other[0].open("rb") as second:
+    with entry[0].open("rb") as first, other[0].open("rb") as second:
         for position in range(0, num_bytes, step):
             size = min(_SAMPLE_BYTES, step, num_bytes - position)
-            first.seek(one[1].offset + position)
+            first.seek(entry[1].offset + position)
             second.seek(other[1].offset + position)
             if first.read(size) != second.read(size):
                 return False

@@ -103,7 +103,7 @@ def _unknown(variable: str, known: Iterable[str]) -> str:
     if reason := absence(name.lower().replace("_", "-")):
         return f"{variable} is not in this version: {reason}"
     # Compare without the prefix, which would make any two variables similar.
-    hint = nearest(name, (one.removeprefix(PREFIX) for one in known if one.startswith(PREFIX)))
+    hint = nearest(name, (key.removeprefix(PREFIX) for key in known if key.startswith(PREFIX)))
     hint = hint.replace("did you mean ", f"did you mean {PREFIX}")
     return f"the variable {variable} is no setting{hint or '; see `gaudiserve serve --help`'}"
 

@@ -117,7 +117,7 @@ def _flags() -> Iterator[Flag]:
                 continue
             kind, is_optional = hints[name], False
             if isinstance(kind, UnionType):
-                (kind,) = (one for one in kind.__args__ if one is not type(None))
+                (kind,) = (member for member in kind.__args__ if member is not type(None))
                 is_optional = True
             default = None if defaults[name] is MISSING else defaults[name]
             yield Flag(part, name, setting, typing.get_origin(kind) or kind, is_optional, default)
@@ -137,7 +137,7 @@ def _range_flags(part: str, field: str, setting: Setting) -> Iterator[Flag]:
     for limit, words in _LIMITS.items():
         end = f"-bucket-{limit.replace('_', '-')}"
         aliases = tuple(f"{name}{end}" for name in setting.aliases)
-        one = Setting(
+        bound = Setting(
             f"{words} {setting.help}; auto: the strategy's default",
             group=setting.group,
             name=f"{setting.name}{end}",
@@ -147,7 +147,7 @@ def _range_flags(part: str, field: str, setting: Setting) -> Iterator[Flag]:
                 for name in (f"{setting.name}{end}", *aliases)
             ),
         )
-        yield Flag(part, f"{field}.{limit}", one, int, True, None)
+        yield Flag(part, f"{field}.{limit}", bound, int, True, None)
 
 
 FLAGS: tuple[Flag, ...] = tuple(sorted(_flags(), key=lambda flag: GROUPS.index(flag.setting.group)))

@@ -143,10 +143,10 @@ def _merge(
     if "model" not in values:
         # --served-model-name takes several names, so a MODEL after it counts as another name.
         problems += [
-            f"{one.name} takes {' and '.join(map(repr, one.value))}, and no model is named: put "
+            f"{key.name} takes {' and '.join(map(repr, key.value))}, and no model is named: put "
             "MODEL in front of the flags, or use --model"
-            for one in explicit
-            if isinstance(one.value, list)
+            for key in explicit
+            if isinstance(key.value, list)
         ]
         if default_model is not None:
             values["model"] = (default_model, DEFAULT)

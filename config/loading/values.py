@@ -203,7 +203,7 @@ def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
             if is_secret or value.lstrip().startswith("{")
             else [part.strip() for part in value.split(",")]
         )
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
         raise wrong(given, "text, or a list of texts (in quotes)", is_secret=is_secret)
     if not all(value):
         raise ConfigError(

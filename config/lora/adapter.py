@@ -351,7 +351,11 @@ def _experts(
     """The modules of a parameter in which transformers stacks all experts of a layer."""
     path = name.removesuffix(".base_layer")
     # PEFT wraps the parameters of a layer's experts around each other, in this order.
-    parameters = [one for one in stack.parameters if config.selects_parameter(f"{path}.{one}")]
+    parameters = [
+        parameter
+        for parameter in stack.parameters
+        if config.selects_parameter(f"{path}.{parameter}")
+    ]
     depth = 1 if name != path else 0
     if depth >= len(parameters):
         raise ConfigError(

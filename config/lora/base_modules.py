@@ -129,7 +129,7 @@ class BaseModules:
 
     def _add_tied_head(self) -> None:
         """Add a head that shares the embedding's weights, since the checkpoint has no head."""
-        tables = [one for one in self._modules.values() if one.kind == EMBEDDING]
+        tables = [module for module in self._modules.values() if module.kind == EMBEDDING]
         for table in tables[:1]:
             spec = table.spec._replace(name="lm_head.weight", parameter="lm_head.weight")
             # `in_features` of an embedding is the vocabulary size.

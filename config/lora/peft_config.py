@@ -258,7 +258,8 @@ def _numbers(file: str, name: str, value: Any, kind: type[Value]) -> dict[str, V
             f"{file} says {name} of {len(value)} modules, at most {MAX_EXPRESSIONS} are read"
         )
     return {
-        key: _number(file, f"{name} of {shown(key)[1:-1]}", one, kind) for key, one in value.items()
+        key: _number(file, f"{name} of {shown(key)[1:-1]}", value, kind)
+        for key, value in value.items()
     }
 
 

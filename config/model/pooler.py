@@ -122,19 +122,19 @@ def _embedder(model: ModelConfig, options: Fields, sentence: SentenceConfig | No
 def _classifier(model: ModelConfig, options: Fields) -> PoolerConfig:
     fields = Fields(read_json(Path(model.path) / "config.json"), Path(model.path) / "config.json")
     labels = _labels(fields)
-    one = len(labels) == 1
+    is_single = len(labels) == 1
     mode = CLS if model.encoder else LAST
     if _mode_option(options) not in (None, mode):
         raise ConfigError(f"the head of {model.path} was trained on {mode} alone (--pooler-config)")
     normalizes = _normalize_option(options)
     facts = PoolingFacts(
-        tasks=(SCORE, CLASSIFY) if one else (CLASSIFY,),
+        tasks=(SCORE, CLASSIFY) if is_single else (CLASSIFY,),
         width=len(labels),
         token_width=model.hidden_size,
         normalizes=normalizes is not False,
         labels=labels,
     )
-    activation = _activation(fields, SIGMOID if one else SOFTMAX)
+    activation = _activation(fields, SIGMOID if is_single else SOFTMAX)
     return PoolerConfig((mode,), facts, has_head=True, activation=activation)
 
 

@@ -215,8 +215,8 @@ def _inner_size(fields: Fields, family: Family | None) -> int:
     sizes = fields.raw.get("intermediate_size")
     if family is None and isinstance(sizes, list) and sizes:
         return max(
-            Fields({"intermediate_size": one}, fields.file).count("intermediate_size")
-            for one in sizes
+            Fields({"intermediate_size": size}, fields.file).count("intermediate_size")
+            for size in sizes
         )
     moe = None if family is None else family.moe
     return fields.count("intermediate_size" if moe is None else moe.dense_size)
@@ -251,7 +251,7 @@ def _layer_types(
         return window, chunk, _checked_types(fields, types, num_layers, window, chunk)
     if window is None:
         chunked = rope_layers or (True,) * num_layers
-        return None, chunk, tuple(LAYER_TYPES[2 if one else 0] for one in chunked)
+        return None, chunk, tuple(LAYER_TYPES[2 if is_chunked else 0] for is_chunked in chunked)
     if chunk is not None:
         raise ConfigError(f"{fields.file} has a window and chunks, and no layer_types")
     pattern = fields.count_or_none("sliding_window_pattern", maximum=MAX_LAYERS)
@@ -277,17 +277,19 @@ def _checked_types(
 ) -> tuple[str, ...]:
     if len(types) != num_layers:
         raise ConfigError(f"layer_types in {fields.file} names {len(types)} layers of {num_layers}")
-    unknown = [one for one in types if one not in LAYER_TYPES]
+    unknown = [layer_type for layer_type in types if layer_type not in LAYER_TYPES]
     if unknown:
         raise ConfigError(
             f"layer_types in {fields.file} has unknown kinds {shown(unknown[:1])}, it may have "
             f"{', '.join(LAYER_TYPES[:-1])} and {LAYER_TYPES[-1]}"
         )
-    for one, name, size in zip(
+    for layer_type, name, size in zip(
         LAYER_TYPES[1:], ("sliding_window", "attention_chunk_size"), (window, chunk), strict=True
     ):
-        if size is None and one in types:
-            raise ConfigError(f"layer_types in {fields.file} has {one}, and there is no {name}")
+        if size is None and layer_type in types:
+            raise ConfigError(
+                f"layer_types in {fields.file} has {layer_type}, and there is no {name}"
+            )
     return tuple(types)
 
 
@@ -324,14 +326,14 @@ def _ropes(
             f"or of one for each of {', '.join(LAYER_TYPES)}"
         )
     full, *others = (raw.get(name) for name in LAYER_TYPES)
-    given = [one for one in others if one is not None]
+    given = [rope for rope in others if rope is not None]
     if len(given) == 2 and given[0] != given[1]:
         raise ConfigError(
             f"rope_parameters in {fields.file} differ between windowed and chunked layers, which "
             "is not supported"
         )
     ropes = [
-        _rope(one, fields, max_position, head_dim) for one in (full, *given) if one is not None
+        _rope(rope, fields, max_position, head_dim) for rope in (full, *given) if rope is not None
     ]
     return ropes[0], ropes[-1] if ropes[-1] != ropes[0] else None
 

@@ -118,11 +118,11 @@ def _fields(file: Path) -> Fields:
 def _modules(file: Path) -> list[tuple[str, str]]:
     """(kind, folder) of each module in order, without `Transformer`, which is the model itself."""
     listed: Any = read_any_json(file)
-    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+    if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
         raise ConfigError(f"{file} must hold a list of modules")
     kinds = []
-    for one in listed:
-        entry: Json = one
+    for module in listed:
+        entry: Json = module
         fields = Fields(entry, file)
         kind = str(fields.get("type", str, "")).rsplit(".", 1)[-1]
         subfolder = str(fields.get("path", str, ""))

@@ -90,7 +90,7 @@ class LoRAConfig:
                 f"max_cpu_loras is {self.max_cpu_loras}, it must be at least max_loras, which is "
                 f"{self.max_loras}"
             )
-        names = [one.name for one in self.adapters]
+        names = [adapter.name for adapter in self.adapters]
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(f"lora_modules names {name!r} {names.count(name)} times")
@@ -124,7 +124,7 @@ def _named_adapter(word: str) -> NamedAdapter:
     known = {"name", "path", "base_model_name"}
     if not (
         {"name", "path"} <= set(fields) <= known
-        and all(isinstance(fields[one], str) and fields[one] for one in ("name", "path"))
+        and all(isinstance(fields[key], str) and fields[key] for key in ("name", "path"))
         and isinstance(fields.get("base_model_name"), str | None)
     ):
         raise ConfigError(

@@ -95,9 +95,9 @@ def _choice(value: object) -> GrammarSpec:
         raise _bad(f"choice is {value!r:.40}, it must be a list of at least 1 string")
     if len(value) > MAX_CHOICES:
         raise _bad(f"choice has {len(value)} strings, at most {MAX_CHOICES} are taken")
-    for one in value:
-        if not isinstance(one, str) or not one:
-            raise _bad(f"choice has {one!r:.40}, it must have strings that are not empty")
+    for choice in value:
+        if not isinstance(choice, str) or not choice:
+            raise _bad(f"choice has {choice!r:.40}, it must have strings that are not empty")
     return GrammarSpec("choice", _to_json(list(value)))
 
 

@@ -14,7 +14,7 @@ from config.lora.info import LoRAInfo
 from engine.client.output_queue import OutputRouter, RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
 from engine.client.resumer import Resumer
-from engine.client.suspects import find_cause, resume_order
+from engine.client.suspects import find_poison_request, resume_order
 from engine.client.terms import NO_TERMS, RequestTerms
 from engine.client.ttft import Share, merged, tokens_ahead
 from engine.process.child_process import ProcessEnd
@@ -203,7 +203,7 @@ class SingleEngineClient:
         self._resumer = Resumer(self._router, self._send)
         self._resumption: ResumptionObserver | None = None
         self._lost_at_s = 0.0
-        self._verdict: asyncio.TimerHandle | None = None
+        self._crash_timer: asyncio.TimerHandle | None = None
         """Timer that waits for the cause of a crash; None when no cause is pending."""
         self._num_lost = 0
         self._lost_adapters: dict[str, LoRAInfo] = {}
@@ -366,7 +366,7 @@ class SingleEngineClient:
         if self.lost is not None and self.lost.is_logged:
             failure = self.lost
         self.lost = None
-        self._cancel_verdict()
+        self._cancel_crash_timer()
         if self.failure is None:
             self.failure, self.is_misconfigured = failure.message, failure.is_config
             self.is_failure_logged = failure.is_logged
@@ -395,16 +395,16 @@ class SingleEngineClient:
                 answer.set_exception(self._restarting())
         if failure.is_external is None:
             loop = asyncio.get_running_loop()
-            self._verdict = loop.call_later(CAUSE_GRACE_S, self._judge, True)
+            self._crash_timer = loop.call_later(CAUSE_GRACE_S, self._attribute_crash, True)
         else:
-            self._judge(failure.is_external)
+            self._attribute_crash(failure.is_external)
 
-    def _judge(self, is_external: bool) -> None:
+    def _attribute_crash(self, is_external: bool) -> None:
         """Fail the poison request, if there is one, and report the crash to the observer."""
         assert self._resumption is not None
-        self._cancel_verdict()
+        self._cancel_crash_timer()
         is_external = is_external and not self.has_hung
-        cause = find_cause(self._router.queues, is_external=is_external)
+        cause = find_poison_request(self._router.queues, is_external=is_external)
         if cause is not None:
             self._router.finish(
                 cause,
@@ -415,34 +415,36 @@ class SingleEngineClient:
         self._resumption.engine_lost(self, has_poison=cause is not None)
 
     @property
-    def awaits_verdict(self) -> bool:
+    def is_crash_pending(self) -> bool:
         """Whether the engine has crashed and the cause is not known yet."""
-        return self._verdict is not None
+        return self._crash_timer is not None
 
-    def _cancel_verdict(self) -> None:
-        if self._verdict is not None:
-            self._verdict.cancel()
-            self._verdict = None
+    def _cancel_crash_timer(self) -> None:
+        if self._crash_timer is not None:
+            self._crash_timer.cancel()
+            self._crash_timer = None
 
-    def name_cause(self, end: ProcessEnd) -> None:
+    def set_exit_cause(self, end: ProcessEnd) -> None:
         """Handle the end of an engine process that the launcher restarts; `end` is the cause."""
         failure = Failure(end.description, is_external=end.is_external)
         self._lose(failure)
         if self.lost is not None and not self.lost.is_logged:
             self.lost = failure
-        if self.awaits_verdict:
-            self._judge(end.is_external)
+        if self.is_crash_pending:
+            self._attribute_crash(end.is_external)
 
     def _reload_adapters(self) -> None:
         """Load the adapters that the crashed engine had loaded at run time, then resume."""
-        missing = [one for name, one in self._lost_adapters.items() if name not in self.adapters]
+        missing = [
+            adapter for name, adapter in self._lost_adapters.items() if name not in self.adapters
+        ]
 
         async def reload() -> None:
-            for one in missing:
+            for adapter in missing:
                 # Another front end may have loaded the adapter. Requests for an adapter that cannot
                 # be loaded fail on their own.
                 with contextlib.suppress(UserError, RequestFailed, Overloaded):
-                    await self._call(LOAD_ADAPTER, {"adapter": one.named})
+                    await self._call(LOAD_ADAPTER, {"adapter": adapter.named})
             self._restore()
 
         if missing:
@@ -454,8 +456,8 @@ class SingleEngineClient:
         """Resume the requests of the crashed engine on the new engine."""
         if self.lost is None or self._resumption is None:
             return
-        if self.awaits_verdict:
-            self._judge(True)
+        if self.is_crash_pending:
+            self._attribute_crash(True)
         self.has_hung = False
         pause = Pause(self.lost, self._num_lost, time.monotonic() - self._lost_at_s)
         self.lost = None

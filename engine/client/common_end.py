@@ -1,4 +1,4 @@
-"""CommonEnd: engines that step together end together, with the same reason."""
+"""FailurePropagation: engines that step together end together, with the same reason."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from engine.client.base import CAUSE_GRACE_S, Failure, SingleEngineClient
 
 
-class CommonEnd:
+class FailurePropagation:
     """Ends the clients of all engines when the first engine ends. If an engine ends, collectives of
     the other engines fail, and their failures may arrive first: a failure that may be a consequence
     waits CAUSE_GRACE_S for the cause."""

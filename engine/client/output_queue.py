@@ -120,7 +120,7 @@ class RequestOutputQueue:
         self._num_prompt_logprobs += logprobs.ranks.nbytes // TOKEN_BYTES
 
     @property
-    def has_gained(self) -> bool:
+    def has_progressed(self) -> bool:
         """Whether the request has output since it was last sent to an engine."""
         return (len(self._output), self._num_prompt_logprobs) != self._num_resumed
 

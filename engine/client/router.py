@@ -17,15 +17,15 @@ from engine.client.base import (
     SingleEngineClient,
     check_ttft,
 )
-from engine.client.common_end import CommonEnd
+from engine.client.common_end import FailurePropagation
 from engine.client.output_queue import RequestOutputQueue
 from engine.client.terms import NO_TERMS, RequestTerms
 from engine.client.ttft import Share
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.transport.messages import (
     AWAKE,
+    BACKGROUND_WARMUP,
     FALLING_ASLEEP,
-    LATER,
     SLEEP,
     WAKE_UP,
     AddRequest,
@@ -175,7 +175,7 @@ class RouterClient:
         """The stats that `_stats` sums."""
         for engine, prefixes in zip(engines, self._prefixes, strict=True):
             engine.on_prompt(prefixes.add)
-        self._common_end = CommonEnd(engines) if are_coupled else None
+        self._common_end = FailurePropagation(engines) if are_coupled else None
         self._present = tuple(engine for engine in engines if engine.failure is None) or engines
         """Engines that had not failed when this client was created; all engines if all had failed.
         """
@@ -220,11 +220,16 @@ class RouterClient:
         known = [engine.progress for engine in self._engines if engine.progress is not None]
         if self.ready is None:
             starting = [engine.progress for engine in self._present if engine.ready is None]
-            return next((one for one in starting if one is not None), None)
-        later = [one for one in known if one.stage == LATER]
+            return next((engine for engine in starting if engine is not None), None)
+        later = [engine for engine in known if engine.stage == BACKGROUND_WARMUP]
         if not later:
             return None
-        return Progress(0, LATER, sum(one.done for one in later), sum(one.total for one in later))
+        return Progress(
+            0,
+            BACKGROUND_WARMUP,
+            sum(engine.done for engine in later),
+            sum(engine.total for engine in later),
+        )
 
     @property
     def failure(self) -> str | None:
@@ -261,7 +266,7 @@ class RouterClient:
         return {
             name: info
             for name, info in first.items()
-            if all(name in one and one[name].content == info.content for one in others)
+            if all(name in engine and engine[name].content == info.content for engine in others)
         }
 
     def resume(self, observer: ResumptionObserver) -> None:
@@ -284,7 +289,7 @@ class RouterClient:
         restarted."""
         assert self._observer is not None
         for other in self._engines:
-            if other.lost is not None and not other.awaits_verdict:
+            if other.lost is not None and not other.is_crash_pending:
                 for queue in other.queues:
                     self._hand_over(other, queue)
         self._observer.engine_restored(client, pause)
@@ -313,8 +318,8 @@ class RouterClient:
         try:
             await asyncio.gather(*waiting)
         finally:
-            for one in waiting:
-                one.cancel()
+            for waiter in waiting:
+                waiter.cancel()
         ready = self.ready
         assert ready is not None, "an engine has no Ready after it was waited for"
         return ready
@@ -336,11 +341,11 @@ class RouterClient:
     async def control(self, name: str, **arguments: Any) -> Any:
         """Like SingleEngineClient.control, on all running engines; returns the `combined` answers.
         Raises the first error, after all engines have answered."""
-        living = [one for one in self.living if one.lost is None]
+        living = [engine for engine in self.living if engine.lost is None]
         living = living or self.living or list(self._engines)
         calls = (engine.control(name, **arguments) for engine in living)
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        values = [one for one in answers if not isinstance(one, BaseException)]
+        values = [answer for answer in answers if not isinstance(answer, BaseException)]
         for error in answers:
             # An engine that died during the call is ignored if another engine has answered.
             if isinstance(error, BaseException) and not (values and isinstance(error, EngineDied)):
@@ -361,14 +366,15 @@ class RouterClient:
         """Like SingleEngineClient.check_ttft, with the smallest expected time of all engines."""
         share, engines = (priority, terms.tenant), self._routable
         check_ttft(
-            min((one.ttft_s(num_tokens, share) for one in engines), default=0.0), self._max_ttft_s
+            min((engine.ttft_s(num_tokens, share) for engine in engines), default=0.0),
+            self._max_ttft_s,
         )
 
     @property
     def _routable(self) -> list[SingleEngineClient]:
         """Engines that new requests may go to."""
-        running = [one for one in self.living if one.lost is None] or self.living
-        return [one for one in running if one.stats.sleep == AWAKE] or running
+        running = [engine for engine in self.living if engine.lost is None] or self.living
+        return [engine for engine in running if engine.stats.sleep == AWAKE] or running
 
     def _route(
         self, request: AddRequest, share: Share
@@ -380,11 +386,11 @@ class RouterClient:
         num_tokens = request.prompt.nbytes // TOKEN_BYTES
         if self._max_ttft_s:
             engines = [
-                one for one in engines if one.ttft_s(num_tokens, share) <= self._max_ttft_s
+                engine for engine in engines if engine.ttft_s(num_tokens, share) <= self._max_ttft_s
             ] or engines
         if ready is None or not engines:
             # No engine accepts requests: `add` of the returned engine raises the error.
-            starting = (one for one in self._present if one.ready is None)
+            starting = (engine for engine in self._present if engine.ready is None)
             return next(starting, self._engines[0]), LOAD, []
         hashes: list[bytes] = []
         if self._prefix_caching:
@@ -399,12 +405,12 @@ class RouterClient:
             )
         candidates = [
             Candidate(
-                self._prefixes[one.engine].num_cached(hashes) * ready.block_size,
-                tokens_in_hand(one, ready.block_size),
-                self._num_routed[one.engine],
-                self._prefixes[one.engine].fill,
+                self._prefixes[engine.engine].num_cached(hashes) * ready.block_size,
+                tokens_in_hand(engine, ready.block_size),
+                self._num_routed[engine.engine],
+                self._prefixes[engine.engine].fill,
             )
-            for one in engines
+            for engine in engines
         ]
         index, reason = choose(candidates, num_tokens)
         return engines[index], reason, hashes

@@ -10,7 +10,7 @@ limit applies if another process killed the engine (operator, OOM killer) in any
 two such kills may hit the same request by chance."""
 
 
-def find_cause(
+def find_poison_request(
     queues: Collection[RequestOutputQueue], *, is_external: bool
 ) -> RequestOutputQueue | None:
     """Update the crash counts of `queues`, the requests that were open when an engine crashed, and
@@ -21,7 +21,7 @@ def find_cause(
     """
     suspects = []
     for queue in queues:
-        if queue.has_gained:
+        if queue.has_progressed:
             queue.is_suspect = False
             queue.num_deaths = queue.num_external_deaths = 0
         elif queue.num_waiting_tokens < 0:

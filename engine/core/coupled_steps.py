@@ -1,4 +1,4 @@
-"""CoupledSteps and StepHub: synchronize the steps of engines that share experts.
+"""DPSync and DPCoordinator: synchronize the steps of engines that share experts.
 
 The devices of all engines must run the same launches in the same order, since each launch exchanges
 tokens with the other engines. All engines therefore agree on a step before they submit it. Without
@@ -56,7 +56,7 @@ class StepGroup(Protocol):
         ...
 
 
-class CoupledSteps:
+class DPSync:
     """Synchronizes the steps of this engine with the steps of its group."""
 
     def __init__(
@@ -83,7 +83,7 @@ class CoupledSteps:
         proposed."""
         plan = StepPlan(step, []) if plan is None else plan
         own = plan.launches
-        planned = self._group.agree(step, [(one.phase, *one.bucket) for one in own])
+        planned = self._group.agree(step, [(launch.phase, *launch.bucket) for launch in own])
         plan.launches = []
         for (phase, *shape), indices in share_launches(planned, self._table, self._max_tokens):
             index = indices[self._engine]
@@ -155,7 +155,7 @@ class HubClient:
                 raise ConfigError(message.message)
 
 
-class StepHub:
+class DPCoordinator:
     """Collects the proposals of all engines for a step, on a thread of engine 0's process. The
     first proposal of a step calls the other engines; the last proposal is answered to all."""
 
@@ -197,7 +197,7 @@ class StepHub:
 
 
 class StepCollector:
-    """State of a StepHub, without sockets."""
+    """State of a DPCoordinator, without sockets."""
 
     def __init__(self, num_engines: int) -> None:
         self._num_engines = num_engines
@@ -215,19 +215,19 @@ class StepCollector:
             if len(self._settings) < self._num_engines:
                 return []
             refusal = self._refusal()
-            return [(one, refusal or AgreedStep(JOINED, [])) for one in everyone]
+            return [(member, refusal or AgreedStep(JOINED, [])) for member in everyone]
         assert message.step == self._step and engine not in self._proposals, (
             f"engine {engine} proposes step {message.step}, the next one is {self._step}"
         )
         self._proposals[engine] = message.buckets
         if len(self._proposals) == self._num_engines:
-            agreed = AgreedStep(self._step, [self._proposals[one] for one in everyone])
+            agreed = AgreedStep(self._step, [self._proposals[member] for member in everyone])
             self._proposals = {}
             self._step += 1
-            return [(one, agreed) for one in everyone]
+            return [(member, agreed) for member in everyone]
         if len(self._proposals) > 1:
             return []
-        return [(one, StepCall(self._step)) for one in everyone if one != engine]
+        return [(member, StepCall(self._step)) for member in everyone if member != engine]
 
     def _refusal(self) -> StepsRefused | None:
         for engine, settings in sorted(self._settings.items()):

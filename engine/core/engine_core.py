@@ -12,7 +12,7 @@ from config.engine import EngineConfig
 from config.errors import UserError
 from config.lora.info import LoRAInfo
 from engine.core.admission import admission_error, num_prompt_tokens
-from engine.core.coupled_steps import CoupledSteps
+from engine.core.coupled_steps import DPSync
 from engine.core.output_processor import OutputProcessor
 from engine.core.prefill_rate import PrefillRate
 from engine.core.sleep_state import SleepState
@@ -21,7 +21,7 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.offload import KVOffload
 from engine.request import NO_ALLOWED_TOKEN, ModelLimits, Request
 from engine.scheduling.deadlines import Deadlines
-from engine.scheduling.encoder_cache import EncoderCache
+from engine.scheduling.encoder_cache import EncoderCacheManager
 from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.grammar_masks import deferred_masks
 from engine.scheduling.launch_packer import LaunchPacker
@@ -97,7 +97,7 @@ class EngineCore:
         *,
         on_start: Callable[[list[tuple[int, StepOutput]]], None] | None = None,
         engine: int = 0,
-        coupled: CoupledSteps | None = None,
+        coupled: DPSync | None = None,
         adapters: Iterable[LoRAInfo] = (),
     ) -> None:
         """`adapters`: served from the start. `on_progress`: called during warm-up after a sleep.
@@ -123,7 +123,7 @@ class EngineCore:
         self._stats = StepStats(graph_bytes=ready.graph_bytes)
         self._stats.update_counters(ready.counters)
         self._table = table
-        self.num_later = ready.num_later
+        self.num_deferred = ready.num_deferred
         """Buckets that remain to be warmed up while the engine is idle."""
         self._offload: KVOffload | None = None
         if ready.offload is not None:
@@ -162,9 +162,9 @@ class EngineCore:
         self._has_new_adapters = False
         for info in adapters:
             self._register_adapter(info)
-        self._encoder: EncoderCache | None = None
+        self._encoder: EncoderCacheManager | None = None
         if ready.encoder_cache_tokens:
-            self._encoder = EncoderCache(
+            self._encoder = EncoderCacheManager(
                 ready.encoder_cache_tokens,
                 whole_images=ready.whole_images,
                 request_tiles=ready.request_tiles,
@@ -240,7 +240,7 @@ class EngineCore:
             self._table.add(warmed.buckets)
             self._packer.invalidate()
             self._stats.update_counters(warmed.counters)
-            self.num_later = warmed.num_later
+            self.num_deferred = warmed.num_deferred
             self._has_output = True
 
     def add_front_end(self, front_end: int) -> None:
@@ -432,7 +432,9 @@ class EngineCore:
 
     def _fail_adapter(self, loaded: AdapterLoaded) -> None:
         """Fail the requests of an adapter that cannot be read."""
-        requests = [one for one in self._requests.values() if one.adapter == loaded.content]
+        requests = [
+            request for request in self._requests.values() if request.adapter == loaded.content
+        ]
         logger.error("%d requests end: %s", len(requests), loaded.error)
         self._scheduler.finish_requests(requests)
         now = self._clock()
@@ -507,7 +509,7 @@ class EngineCore:
         self._scheduler.reset()
         self._kv.reset_prefix_cache((), drops_files=False)
         self._stats.update_counters({"graphs": 0, "graph_bytes": 0})
-        self.num_later = 0
+        self.num_deferred = 0
         self._has_output = True
 
     def _wake_up(self, tags: Sequence[str] = ()) -> str:
@@ -520,7 +522,7 @@ class EngineCore:
                 self._table.restrict(ready.buckets)
             self._packer.invalidate()
             self._stats.update_counters(ready.counters)
-            self.num_later = ready.num_later
+            self.num_deferred = ready.num_deferred
             if self._offload is not None and ready.offload is not None:
                 self._offload.restart(ready.offload)
         return self._sleep_state.state
@@ -532,7 +534,7 @@ class EngineCore:
 
         Returns (front end, message) pairs, at most one message per front end.
         """
-        if self.num_later:
+        if self.num_deferred:
             self._take_warmed()
         if self._deadlines:
             self._end_overdue()
@@ -540,7 +542,7 @@ class EngineCore:
             self._enter_sleep()
         if self._inflight and self._executor.has_result():
             self._process(self._executor.collect())
-            return self._take_news()
+            return self._drain_events()
         if self._coupled is not None and self._guided:
             self._collect_for_masks()
         if self._lora is not None:
@@ -566,8 +568,8 @@ class EngineCore:
                     self._send_file_orders(self._offload)
                 if len(self._inflight) < self._max_inflight:
                     return []
-            elif self._coupled is not None and self._inflight and self._wait_for_call():
-                return self._take_news()
+            elif self._coupled is not None and self._inflight and self._wait_for_peers():
+                return self._drain_events()
         if self._inflight:
             self._process(self._executor.collect())
         elif self._adapters is not None and self._lora is not None and self._lora.num_loading:
@@ -577,15 +579,15 @@ class EngineCore:
             # Every waiting request waits for file reads.
             self._send_file_orders(self._offload)
             self._files.wait_fetched(FETCH_POLL_S)
-        return self._take_news()
+        return self._drain_events()
 
-    def _take_news(self) -> list[tuple[int, StepOutput]]:
+    def _drain_events(self) -> list[tuple[int, StepOutput]]:
         """Pending messages; empty if nothing has changed."""
         if not self._has_output and self._outputs.is_empty:
             return []
         return self._take_messages()
 
-    def _share(self, output: SchedulerOutput, coupled: CoupledSteps) -> StepPlan:
+    def _share(self, output: SchedulerOutput, coupled: DPSync) -> StepPlan:
         """The plan of `output` in the buckets that all engines agree on. Blocks until all engines
         have proposed."""
         before = [] if output.plan is None else output.plan.launches
@@ -605,7 +607,7 @@ class EngineCore:
         while self._guided and self._inflight:
             self._process(self._executor.collect())
 
-    def _wait_for_call(self) -> bool:
+    def _wait_for_peers(self) -> bool:
         """Poll for another engine's proposal of the next step while the devices compute padding:
         without this, the proposal would have to wait for the end of the padding. False if a result
         came first or MAX_CALL_WAIT_S passed."""

@@ -17,7 +17,7 @@ from config.errors import ConfigError, EngineDied
 from config.log import DEFAULT, LogConfig
 from config.log import setup as setup_log
 from config.native import panics_as_errors
-from engine.core.coupled_steps import HubClient, StepHub
+from engine.core.coupled_steps import DPCoordinator, HubClient
 from engine.core.loop import EngineLoop, describe_failure
 from engine.executors.base import Executor
 from engine.executors.select import make_executor
@@ -174,7 +174,7 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     output.on_error = loop.stop
     receiver.start()
     executor: Executor | None = None
-    hub: StepHub | None = None
+    hub: DPCoordinator | None = None
     group: HubClient | None = None
     code, failed = 0, Failed(orders.engine, "the engine was told to stop", is_stopped=True)
     try:
@@ -216,12 +216,12 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
     return code
 
 
-def _start_hub(orders: EngineOrders) -> StepHub | None:
+def _start_hub(orders: EngineOrders) -> DPCoordinator | None:
     """Start the step hub in the process of engine 0; None in other engines."""
     if orders.engine:
         return None
-    endpoints = [orders.hub_endpoint(one) for one in range(orders.config.num_coupled_engines)]
-    return StepHub(endpoints, orders.token, orders.remote_token)
+    endpoints = [orders.hub_endpoint(index) for index in range(orders.config.num_coupled_engines)]
+    return DPCoordinator(endpoints, orders.token, orders.remote_token)
 
 
 class MessageSender:

@@ -26,7 +26,7 @@ from config.malloc import trim_memory
 from config.params.lora import NamedAdapter
 from config.params.structured_output import GrammarSpec
 from engine.core.adapter_reader import AdapterReader
-from engine.core.coupled_steps import CoupledSteps, StepGroup
+from engine.core.coupled_steps import DPSync, StepGroup
 from engine.core.engine_core import EngineCore
 from engine.core.lockstep import Entry, FrontEndChange, LockstepInbox
 from engine.executors.base import IDLE_S, Executor, Lockstep
@@ -34,9 +34,9 @@ from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.compilation import GrammarCompiler
 from engine.structured_output.grammar import Grammar
 from engine.transport.messages import (
+    BACKGROUND_WARMUP,
     COMPILE_GRAMMAR,
     FRONT_END_SHIFT,
-    LATER,
     LOAD_ADAPTER,
     REGISTER_ADAPTER,
     Abort,
@@ -103,7 +103,7 @@ class EngineLoop:
         self._inbox: SimpleQueue[Entry] | WakingInbox = SimpleQueue()
         if config.num_coupled_engines > 1:
             self._inbox = WakingInbox()
-        self._coupled: CoupledSteps | None = None
+        self._coupled: DPSync | None = None
         """Set if engines share experts."""
         self._is_lockstep = config.executor == EXTERNAL_LAUNCHER
         self._lockstep: LockstepInbox | None = None
@@ -332,7 +332,7 @@ class EngineLoop:
         self._compiler.start(self._config.model, worker.vocab_size, ends, early=freeze_garbage)
         table = make_table(self._config, worker)
         if group is not None:
-            self._coupled = CoupledSteps(
+            self._coupled = DPSync(
                 group,
                 self._engine,
                 make_table(self._config, worker),
@@ -363,12 +363,14 @@ class EngineLoop:
         ready = make_ready(self._engine, worker, self._config)
         self._emit(None, ready)
         self._ready = ready
-        num_later = 0
+        num_deferred = 0
         while True:
-            if num_later != core.num_later:
-                num_later = core.num_later
-                total = len(worker.buckets) + worker.num_later
-                self._emit(None, Progress(self._engine, LATER, total - num_later, total))
+            if num_deferred != core.num_deferred:
+                num_deferred = core.num_deferred
+                total = len(worker.buckets) + worker.num_deferred
+                self._emit(
+                    None, Progress(self._engine, BACKGROUND_WARMUP, total - num_deferred, total)
+                )
             self._process_inbox(core)
             self._emit_all(core.step())
 
@@ -398,7 +400,7 @@ class EngineLoop:
     def _wait(self, core: EngineCore) -> Entry | None:
         """The next entry; None if a warmed-up bucket has to be reported first. Returns freed memory
         to the operating system after TRIM_AFTER_S without an entry."""
-        while core.num_later:
+        while core.num_deferred:
             try:
                 return self._inbox.get(timeout=0.0 if self._is_busy else IDLE_S)
             except Empty:
@@ -410,7 +412,7 @@ class EngineLoop:
         trim_memory()
         return self._inbox.get()
 
-    def _wait_coupled(self, core: EngineCore, inbox: WakingInbox, coupled: CoupledSteps) -> None:
+    def _wait_coupled(self, core: EngineCore, inbox: WakingInbox, coupled: DPSync) -> None:
         """Block until an entry arrives or another engine proposes a step; returns at once if there
         is work."""
         while not core.has_work:

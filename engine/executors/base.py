@@ -13,7 +13,7 @@ from hpu.protocol import (
     LoadAdapter,
     StepPlan,
     StepResult,
-    Warmed,
+    WarmedBuckets,
     WarmupProgress,
     WorkerReady,
 )
@@ -64,7 +64,7 @@ class Executor(Protocol):
         are idle."""
         ...
 
-    def take_warmed(self) -> list[Warmed]:
+    def take_warmed(self) -> list[WarmedBuckets]:
         """Buckets that were warmed up since the last call; does not wait."""
         ...
 

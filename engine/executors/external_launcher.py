@@ -86,4 +86,4 @@ class ExternalLauncherExecutor(InprocExecutor):
         while (warmed := self._worker.idle()) is not None:
             buckets += warmed.buckets
             counters.update(warmed.counters)
-        return msgspec.structs.replace(ready, buckets=buckets, counters=counters, num_later=0)
+        return msgspec.structs.replace(ready, buckets=buckets, counters=counters, num_deferred=0)

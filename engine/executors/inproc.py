@@ -15,7 +15,7 @@ from hpu.protocol import (
     Ranks,
     StepPlan,
     StepResult,
-    Warmed,
+    WarmedBuckets,
     WarmupProgress,
     WorkerReady,
 )
@@ -32,7 +32,7 @@ class InprocExecutor:
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
         self._worker = Worker(config, ranks)
-        self._warmed: list[Warmed] = []
+        self._warmed: list[WarmedBuckets] = []
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         return self._worker.start(on_progress)
@@ -60,7 +60,7 @@ class InprocExecutor:
         if warmed is None:
             return False
         self._warmed.append(warmed)
-        return warmed.num_later > 0
+        return warmed.num_deferred > 0
 
     def load_adapter(self, message: LoadAdapter) -> None:
         self._worker.load_adapter(message)
@@ -86,7 +86,7 @@ class InprocExecutor:
     def wait_fetched(self, timeout_s: float) -> None:
         self._worker.wait_fetched(timeout_s)
 
-    def take_warmed(self) -> list[Warmed]:
+    def take_warmed(self) -> list[WarmedBuckets]:
         warmed, self._warmed = self._warmed, []
         return warmed
 

@@ -29,7 +29,7 @@ from hpu.protocol import (
     StepPlan,
     StepResult,
     ToWorker,
-    Warmed,
+    WarmedBuckets,
     WarmupProgress,
     WorkerAnswer,
     WorkerCall,
@@ -65,7 +65,7 @@ class WorkerProcess:
         self.messages: deque[FromWorker] = deque()
         """Received messages that were not taken yet: at most the results of all plans in flight and
         an answer."""
-        self.warmed: deque[Warmed] = deque()
+        self.warmed: deque[WarmedBuckets] = deque()
         self.loaded: deque[AdapterLoaded] = deque()
         """Loaded adapters in the order of the calls, which is the same on all workers."""
         self.fetched: deque[BlocksFetched] = deque()
@@ -154,8 +154,10 @@ class MultiprocExecutor:
     def collect(self) -> StepResult:
         result = self._next_result(self._output)
         if self._loads.popleft() and len(self._workers) > 1:
-            others = [self._next_result(one) for one in self._workers if one is not self._output]
-            parts = [set(one.corrupt_loads) for one in (result, *others)]
+            others = [
+                self._next_result(worker) for worker in self._workers if worker is not self._output
+            ]
+            parts = [set(output.corrupt_loads) for output in (result, *others)]
             result.corrupt_loads = sorted(set().union(*parts))
         return result
 
@@ -180,7 +182,7 @@ class MultiprocExecutor:
             len(worker.warmed) == count for worker, count in zip(self._workers, known, strict=True)
         ):
             self._wait()
-        return self._output.warmed[-1].num_later > 0
+        return self._output.warmed[-1].num_deferred > 0
 
     def load_adapter(self, message: LoadAdapter) -> None:
         self._send(message, "calls")
@@ -220,7 +222,7 @@ class MultiprocExecutor:
     def wait_fetched(self, timeout_s: float) -> None:
         self.wait_loaded(timeout_s)
 
-    def take_warmed(self) -> list[Warmed]:
+    def take_warmed(self) -> list[WarmedBuckets]:
         self.has_result()
         # A bucket counts as warmed up once every worker has captured it; all workers use the same
         # order.
@@ -343,7 +345,7 @@ class MultiprocExecutor:
         worker = self._workers[rank]
         if isinstance(message, WorkerFailed):
             raise self._cause(message)
-        if isinstance(message, Warmed):
+        if isinstance(message, WarmedBuckets):
             worker.warmed.append(message)
         elif isinstance(message, AdapterLoaded):
             worker.loaded.append(message)
@@ -384,7 +386,7 @@ class MultiprocExecutor:
         for worker in self._workers:
             if (worker.child.poll() or 0) < 0:
                 return _death(worker.child.end)
-        return _failure(min(failures, key=lambda one: one.time))
+        return _failure(min(failures, key=lambda failure: failure.time))
 
 
 def _merged(answers: list[BlocksFetched]) -> BlocksFetched:

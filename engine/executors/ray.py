@@ -242,13 +242,13 @@ class RayLauncher:
         )
         self._actors = [actors[index] for index in order]
         self._places = [places[index] for index in order]
-        for rank, one in enumerate(self._places):
-            logger.info("Rank %d: host %s, card %s", rank, one.address, one.card or "none")
+        for rank, place in enumerate(self._places):
+            logger.info("Rank %d: host %s, card %s", rank, place.address, place.card or "none")
         rendezvous = ""
         if num_workers > 1:
             port = _answer(self._actors[0].free_port.remote())
             rendezvous = f"tcp://{self._places[0].address}:{port}"
-        nodes = [one.node for one in self._places]
+        nodes = [place.node for place in self._places]
         return [
             Ranks(
                 num_workers,

@@ -41,7 +41,7 @@ from hpu.protocol import (
     LoadAdapter,
     Ranks,
     ToWorker,
-    Warmed,
+    WarmedBuckets,
     WarmupProgress,
     WorkerAnswer,
     WorkerCall,
@@ -211,7 +211,7 @@ def _serve(
         # Launch a plan that has arrived before waiting for the running one's result.
         message = channel.receive()
         if isinstance(message, WorkerCall) and message.name == WARM_UP_NEXT:
-            channel.send(worker.idle() or Warmed([], 0))
+            channel.send(worker.idle() or WarmedBuckets([], 0))
         elif isinstance(message, WorkerCall):
             channel.send(
                 _answer(worker, message, lambda progress: _send_progress(channel, progress))

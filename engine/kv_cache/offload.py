@@ -102,7 +102,9 @@ class KVOffload:
         if key in self._has_fetched or not self._index.num_files or not self.rates.fetches:
             return False
         # Touch the found blocks: reserving slots below must not evict them.
-        num_held = sum(self._index.touch(one) for one in islice(block_hashes, num_found))
+        num_held = sum(
+            self._index.touch(block_hash) for block_hash in islice(block_hashes, num_found)
+        )
         num_slots = self._index.num_slots
         room = min(num_slots // FETCH_SHARE, num_slots - num_held) - len(self._fetching)
         slots, hashes = [], []

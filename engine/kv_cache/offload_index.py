@@ -58,7 +58,9 @@ class OffloadIndex:
         """Take a slot for `fill` or `release`; None if all slots are pinned or reserved."""
         if self._free_slots:
             return self._free_slots.pop()
-        victim = next((one for one in self._slot_of if one not in self._pinned), None)
+        victim = next(
+            (block_hash for block_hash in self._slot_of if block_hash not in self._pinned), None
+        )
         return None if victim is None else self._slot_of.pop(victim)
 
     def fill(self, slot: int, block_hash: bytes) -> None:
@@ -113,7 +115,7 @@ class OffloadIndex:
     def take_dropped_files(self) -> list[bytes]:
         """Blocks whose files must be deleted since the last call."""
         dropped, self._dropped_files = self._dropped_files, []
-        return [one for one in dropped if one not in self._files]
+        return [path for path in dropped if path not in self._files]
 
     def check(self, num_reserved: int) -> None:
         """Raise AssertionError unless every slot is free, has one hash, or is reserved."""

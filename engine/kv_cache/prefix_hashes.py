@@ -26,7 +26,9 @@ def chain(parent: bytes, tokens: bytes | memoryview, images: bytes = b"") -> byt
 def images_in(images: Sequence[ImagePlacement], start: int, stop: int) -> bytes:
     """Extra hash bytes of tokens [start, stop): content hash and offset of each overlapping image.
     Needed because all images share one placeholder token."""
-    return _placed([one for one in images if one.offset < stop and start < one.offset + one.length])
+    return _placed(
+        [image for image in images if image.offset < stop and start < image.offset + image.length]
+    )
 
 
 def _placed(images: Sequence[ImagePlacement]) -> bytes:

@@ -1,11 +1,11 @@
-"""EncoderCache: schedules image encoding and tracks the embeddings in the worker's cache."""
+"""EncoderCacheManager: schedules image encoding and tracks the embeddings in the worker's cache."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from engine.request import Request
 from engine.transport.messages import AddRequest
-from hpu.protocol import TOKEN_BYTES, EncodedImage, ImagePlacement, StepPlan
+from hpu.protocol import TOKEN_BYTES, EncoderInput, ImagePlacement, StepPlan
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +17,7 @@ class _Entry:
     """References by running requests whose chunks have not yet passed the image's last token."""
 
 
-class EncoderCache:
+class EncoderCacheManager:
     """Bounds the embedding rows that the worker keeps to `max_tokens`.
 
     An image is encoded with the first chunk that overlaps it, and is referenced until its last
@@ -45,7 +45,7 @@ class EncoderCache:
         self._done: list[tuple[int, ImagePlacement]] = []
         """(request key, image) pairs of images whose last token is in the plan under construction.
         They stay referenced until `end_step`: the plan's evictions run before its launches."""
-        self._to_encode: list[EncodedImage] = []
+        self._to_encode: list[EncoderInput] = []
         self._to_free: list[bytes] = []
         self._is_full = False
         """Whether an image did not fit in this step. Then later requests may not add images."""
@@ -152,7 +152,7 @@ class EncoderCache:
             if end <= stop:
                 self._done.append((request.key, image))
 
-    def _take(self, image: ImagePlacement, encoded: EncodedImage) -> None:
+    def _take(self, image: ImagePlacement, encoded: EncoderInput) -> None:
         self.num_queries += 1
         entry = self._entries.get(image.content)
         if entry is not None:

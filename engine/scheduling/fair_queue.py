@@ -175,7 +175,7 @@ class FairQueue(WaitingQueue):
             heapq.heappush(self._order, (key, number))
             if len(self._order) > 2 * len(self._tenants) + MIN_COMPACTION:
                 tenants = self._tenants.items()
-                self._order = [(one.key, n) for n, one in tenants if one.key is not None]
+                self._order = [(tenant.key, n) for n, tenant in tenants if tenant.key is not None]
                 heapq.heapify(self._order)
 
     def _new_tenant(self, number: int) -> _Tenant:
@@ -187,9 +187,9 @@ class FairQueue(WaitingQueue):
     def _forget_idle(self) -> None:
         """Forget idle tenants that `_new_tenant` would recreate with the same virtual time."""
         self._tenants = {
-            number: one
-            for number, one in self._tenants.items()
-            if one.key is not None or one.virtual_time > self._virtual_time
+            number: tenant
+            for number, tenant in self._tenants.items()
+            if tenant.key is not None or tenant.virtual_time > self._virtual_time
         }
 
 

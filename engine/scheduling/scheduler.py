@@ -10,7 +10,7 @@ from operator import attrgetter
 from config.engine import SchedulerConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import FINISHED, PREEMPTED, RUNNING, WAITING, Request
-from engine.scheduling.encoder_cache import EncoderCache
+from engine.scheduling.encoder_cache import EncoderCacheManager
 from engine.scheduling.fair_queue import FairQueue, make_waiting_queue
 from engine.scheduling.grammar_masks import add_masks
 from engine.scheduling.known_tokens import known_tokens
@@ -90,7 +90,7 @@ class Scheduler:
         num_stages: int = 1,
         max_tokens_per_step: int = 1,
         lora: LoRASlots | None = None,
-        encoder: EncoderCache | None = None,
+        encoder: EncoderCacheManager | None = None,
     ) -> None:
         """`defrag_threshold`: free blocks allowed below the highest used block if decodes read a
         slice of the cache. `prefill_launch_tokens`: prompt tokens after which a step starts no
@@ -135,7 +135,7 @@ class Scheduler:
         self._prefilling: list[Request] = []
         self._draining: list[Request] = []
         self._suspect: Request | None = None
-        """The last admitted crash suspect; see `_is_kept_apart`."""
+        """The last admitted crash suspect; see `_held_for_isolation`."""
         self._free_indices = list(range(config.max_num_seqs - 1, -1, -1))
         self._reservations: deque[int] = deque()
         """Steps at which reservations of free indices for continuations expire."""
@@ -373,7 +373,7 @@ class Scheduler:
         while budget > 0 and self._free_indices and (request := self._next()):
             if output.num_tokens >= self._launch_tokens or not self._has_free_index(request):
                 break
-            if self._is_kept_apart(request):
+            if self._held_for_isolation(request):
                 break
             prefix = kv.find_prefix(request)
             if kv.should_wait_for_prefix(request, prefix):
@@ -418,16 +418,16 @@ class Scheduler:
         self._turn = new
         return new
 
-    def _is_kept_apart(self, request: Request) -> bool:
+    def _held_for_isolation(self, request: Request) -> bool:
         """Whether crash isolation holds this request back. A suspect is admitted only when every
         running request has produced a token since its admission; no request is admitted after the
         suspect until it has produced a token."""
         suspect = self._suspect
-        if suspect is not None and suspect.state == RUNNING and suspect.has_nothing:
+        if suspect is not None and suspect.state == RUNNING and suspect.has_no_output:
             return True
         self._suspect = None
         running = (*self._decoding, *self._prefilling) if request.is_suspect else ()
-        return any(one.has_nothing for one in running)
+        return any(request.has_no_output for request in running)
 
     def _fit(self, request: Request, count: int, start: int | None = None) -> int:
         """How many of the next `count` tokens, from `start` or from the computed tokens on, can be

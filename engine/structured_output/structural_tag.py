@@ -34,8 +34,11 @@ def tags_to_lark(
     writer = _Writer(json_form, words)
     if "structures" in spec:
         tags = [
-            {**_object(one), "content": {"type": "json_schema", "json_schema": one.get("schema")}}
-            for one in _list(spec, "structures")
+            {
+                **_object(structure),
+                "content": {"type": "json_schema", "json_schema": structure.get("schema")},
+            }
+            for structure in _list(spec, "structures")
         ]
         start = writer.triggered(_list(spec, "triggers"), tags, at_least_one=False)
     elif isinstance(spec.get("format"), dict):
@@ -57,7 +60,7 @@ class _Writer:
         """Lark expression of an outermost part."""
         kind = _object(part).get("type")
         if kind == "or":
-            return " | ".join(self.outermost(one) for one in _list(part, "elements"))
+            return " | ".join(self.outermost(element) for element in _list(part, "elements"))
         if kind == "calls":
             return self._calls(part)
         if kind != "triggered_tags":
@@ -75,7 +78,11 @@ class _Writer:
         for tag in tags:
             begin = _string(_object(tag), "begin")
             trigger = next(
-                (one for one in triggers if isinstance(one, str) and one and begin.startswith(one)),
+                (
+                    trigger
+                    for trigger in triggers
+                    if isinstance(trigger, str) and trigger and begin.startswith(trigger)
+                ),
                 None,
             )
             if trigger is None:
@@ -138,7 +145,7 @@ class _Writer:
             content = self._inner(part.get("content"), depth)
             return f"{begin} ({content}) {self._literal(_string(part, 'end'))}"
         if kind in ("sequence", "or"):
-            elements = [self._inner(one, depth) for one in _list(part, "elements")]
+            elements = [self._inner(element, depth) for element in _list(part, "elements")]
             return f"({(' ' if kind == 'sequence' else ' | ').join(elements)})"
         if kind in ("optional", "repeat"):
             mark = "?" if kind == "optional" else "*"
@@ -165,8 +172,8 @@ class _Writer:
     def _literal(self, text: str) -> str:
         pieces = [piece for piece in self._special.split(text) if piece]
         return " ".join(
-            f"<[{self._special_ids[one]}]>" if one in self._special_ids else _quoted(one)
-            for one in pieces
+            f"<[{self._special_ids[piece]}]>" if piece in self._special_ids else _quoted(piece)
+            for piece in pieces
         )
 
 

@@ -72,8 +72,8 @@ class ThinkingMarkers:
         )
         """Special tokens that belong to no marker; their text is ignored."""
         self.line_breaks = tuple(
-            token for one in _LINE_BREAKS for text, token in token_texts.with_prefix(one)
-            if text == one
+            token for mark in _LINE_BREAKS for text, token in token_texts.with_prefix(mark)
+            if text == mark
         )  # fmt: skip
         tokenize = token_texts.tokens.tokenize_bytes
         encoded = [tokenize(marker, parse_special=True) for marker in self._closes]

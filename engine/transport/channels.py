@@ -23,7 +23,7 @@ import zmq
 from config.errors import ConfigError, EngineDied
 from config.log import LimitedWarning
 from config.owned_directory import OwnedDirectory
-from engine.transport.segments import Segments, files_parent, link_directory
+from engine.transport.segments import SharedMemoryTransfers, files_parent, link_directory
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class PairSocket(Generic[Sent, Received]):
         socket: "zmq.Socket[bytes]",
         received: Any,
         path: str | None = None,
-        segments: Segments | None = None,
+        segments: SharedMemoryTransfers | None = None,
     ) -> None:
         """`path`: file of a listening Unix socket. `segments`: shared-memory transport of large
         messages."""
@@ -168,7 +168,7 @@ class Publisher(Generic[Sent]):
         socket: "zmq.Socket[bytes]",
         path: str | None,
         num_peers: int,
-        segments: Segments | None = None,
+        segments: SharedMemoryTransfers | None = None,
     ) -> None:
         """`path`: file of the Unix socket. `segments`: see PairSocket."""
         self._socket = socket
@@ -276,7 +276,7 @@ class RouterSocket(Generic[Sent, Received]):
         received: Any,
         num_peers: int,
         on_all: Callable[[], None],
-        segments: Segments | None = None,
+        segments: SharedMemoryTransfers | None = None,
     ) -> None:
         """`monitor`: receives _Admissions.EVENTS. `on_all` is called when `num_peers` peers have
         sent a message. `segments`: see PairSocket."""
@@ -423,7 +423,7 @@ class ZmqContext:
         socket = self._socket(zmq.PAIR)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
         path = self._listen(socket, endpoint)
-        return PairSocket(socket, received, path, Segments.beside(endpoint))
+        return PairSocket(socket, received, path, SharedMemoryTransfers.beside(endpoint))
 
     def connect_pair(
         self, endpoint: str, received: Any, watches: "list[ConnectionWatch] | None" = None
@@ -443,7 +443,7 @@ class ZmqContext:
         socket.setsockopt(zmq.XPUB_VERBOSER, 1)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
         path = self._listen(socket, endpoint)
-        return Publisher(socket, path, num_peers, Segments.beside(endpoint, num_peers))
+        return Publisher(socket, path, num_peers, SharedMemoryTransfers.beside(endpoint, num_peers))
 
     def connect_subscriber(self, endpoint: str, received: Any) -> PairSocket[None, Any]:
         """Connect to a publisher, to receive its messages."""
@@ -455,7 +455,7 @@ class ZmqContext:
         socket = self._socket(zmq.PULL)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
         path = self._listen(socket, endpoint)
-        return PairSocket(socket, received, path, Segments.beside(endpoint))
+        return PairSocket(socket, received, path, SharedMemoryTransfers.beside(endpoint))
 
     def connect_collector(self, endpoint: str) -> PairSocket[Any, None]:
         """Connect to a collector, to send messages to it."""
@@ -486,7 +486,7 @@ class ZmqContext:
         except ConfigError:
             monitor.close(linger=0)
             raise
-        segments = Segments.beside(endpoint)
+        segments = SharedMemoryTransfers.beside(endpoint)
         return RouterSocket(socket, monitor, received, num_peers, on_all, segments)
 
     def close(self) -> None:
@@ -519,7 +519,7 @@ class ZmqContext:
         socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
         socket.setsockopt(zmq.PLAIN_PASSWORD, self._token)
         _add_heartbeats(socket, endpoint)
-        segments = Segments.beside(endpoint)
+        segments = SharedMemoryTransfers.beside(endpoint)
         pair: PairSocket[Any, Any] = PairSocket(socket, received, segments=segments)
         if watches is not None:
             watches.append(ConnectionWatch(pair, endpoint))
@@ -644,7 +644,9 @@ def _endpoint(socket: "zmq.Socket[bytes]") -> str:
     return address.rstrip(b"\0").decode()
 
 
-def _send(socket: "zmq.Socket[bytes]", message: bytes, segments: Segments | None) -> bool:
+def _send(
+    socket: "zmq.Socket[bytes]", message: bytes, segments: SharedMemoryTransfers | None
+) -> bool:
     """Send `message`; False if the queue is full."""
     frame = message if segments is None else segments.frame(message)
     try:

@@ -12,7 +12,7 @@ from config.errors import bytes_text
 from config.lora.info import LoRAInfo
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
-from hpu.protocol import EncodedImage as EncodedImage
+from hpu.protocol import EncoderInput as EncoderInput
 from hpu.protocol import ImagePlacement as ImagePlacement
 from hpu.protocol import InputTensor as InputTensor
 from hpu.protocol import Logprobs as Logprobs
@@ -95,7 +95,7 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     scheduled before all waiting requests."""
     images: list[ImagePlacement] = []
     """Images whose placeholder tokens are in the prompt."""
-    encoded_images: list[EncodedImage] = []
+    encoded_images: list[EncoderInput] = []
     """Inputs of the vision tower for `images`, once for each distinct content."""
     resumption: Resumption | None = None
     """Set if an engine that crashed had accepted the request, which is then exempt from the limit
@@ -283,7 +283,7 @@ class Hello(msgspec.Struct, array_like=True, gc=False, tag=6):
 
 LOAD = "load"
 """Progress stage of weight loading; counts bytes."""
-LATER = "later"
+BACKGROUND_WARMUP = "later"
 """Progress stage after Ready: buckets that are warmed up while the engine is idle."""
 
 

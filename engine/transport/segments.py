@@ -38,7 +38,7 @@ def link_directory(sockets: str, files: str) -> None:
     os.symlink(files, Path(sockets, DIRECTORY))
 
 
-class Segments:
+class SharedMemoryTransfers:
     """The files that a socket sends and receives.
 
     A reader opens a file and unlinks it at once, so that the kernel frees the memory when the
@@ -54,7 +54,7 @@ class Segments:
         self._unread: list[_File] = []
 
     @classmethod
-    def beside(cls, endpoint: str, num_readers: int = 1) -> "Segments | None":
+    def beside(cls, endpoint: str, num_readers: int = 1) -> "SharedMemoryTransfers | None":
         """The files of the socket at `endpoint`; None if its directory has no link to files, or for
         a TCP socket."""
         if not endpoint.startswith("ipc://"):

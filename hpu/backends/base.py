@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from config.errors import ConfigError
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
-from hpu.backends.pages_ahead import PagesAhead
+from hpu.backends.page_prefaulter import PagePrefaulter
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.ops.kernels import Kernels
 from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
@@ -153,7 +153,7 @@ class Backend(Protocol):
         written."""
         ...
 
-    def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagesAhead | None:
+    def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagePrefaulter | None:
         """Pre-faulting of `caches` (made by `zeros`, `num_blocks` blocks each); None if their
         memory is already allocated."""
         return None

@@ -21,7 +21,7 @@ from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.progress import OnStep, unreported_step
 from hpu.backends.base import Backend
-from hpu.backends.pages_ahead import PagesAhead
+from hpu.backends.page_prefaulter import PagePrefaulter
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
 from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
@@ -172,8 +172,10 @@ class CpuBackend(Backend):
         start = -raw.ctypes.data % ALIGNMENT
         return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
 
-    def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagesAhead | None:
-        return PagesAhead(caches, num_blocks) if platform.system() == "Linux" and caches else None
+    def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagePrefaulter | None:
+        return (
+            PagePrefaulter(caches, num_blocks) if platform.system() == "Linux" and caches else None
+        )
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype)
@@ -199,12 +201,14 @@ class CpuBackend(Backend):
         if not linears:
             return model
         costs = {linear: linear.in_features * linear.out_features for linear in linears}
-        self._logits_cost = sum(costs[one] for one in linears if isinstance(one, ParallelLMHead))
+        self._logits_cost = sum(
+            costs[linear] for linear in linears if isinstance(linear, ParallelLMHead)
+        )
         dense_cost = sum(costs.values()) - self._logits_cost
-        mixtures = [one for one in model.modules() if isinstance(one, MoE)]
-        self._token_cost = dense_cost + sum(one.token_cost for one in mixtures)
+        mixtures = [module for module in model.modules() if isinstance(module, MoE)]
+        self._token_cost = dense_cost + sum(experts.token_cost for experts in mixtures)
         num_read = dense_cost + sum(
-            one.experts.num_experts * one.experts.expert_cost for one in mixtures
+            experts.experts.num_experts * experts.experts.expert_cost for experts in mixtures
         )
         self._weights_per_use = num_read / max(1, self._token_cost)
         dtype = linears[0].dtype
@@ -283,7 +287,9 @@ def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
     instructions. Returns the model to run, which is a CompiledDecoder if `model` is a decoder that
     can be compiled."""
     # Routers are not packed: they are small, have any number of outputs, and may be in float32.
-    routers = {gate for one in model.modules() if isinstance(one, MoE) for gate in one.gates}
+    routers = {
+        gate for module in model.modules() if isinstance(module, MoE) for gate in module.gates
+    }
     for module in list(model.modules()):
         if isinstance(module, RMSNorm):
             module.use_kernel(MirroredRMSNorm(module.weight))
@@ -298,7 +304,7 @@ def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
         not isinstance(model, Decoder)
         or model.lm_head is None
         or model.stage.size > 1
-        or any(isinstance(one, Experts) and one.is_distributed for one in model.modules())
+        or any(isinstance(module, Experts) and module.is_distributed for module in model.modules())
     ):
         return model
     if model.group.size == 1:

@@ -505,10 +505,10 @@ class GaudiBackend(Backend):
         self._hpu.synchronize()
         try:
             # Created on the host: creating it on the device would be a launch.
-            one = torch.ones(1).to(self.device)
+            tensor = torch.ones(1).to(self.device)
             add = self._hpu.wrap_in_hpu_graph_func(lambda x: x + 1, disable_tensor_cache=True)
-            add(one)
-            found = float((add(one) * 3).cpu())
+            add(tensor)
+            found = float((add(tensor) * 3).cpu())
         except RuntimeError as error:
             advice = (
                 "start again with fewer or smaller buckets, or with --execution-mode torch-compile"

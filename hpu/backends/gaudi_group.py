@@ -39,8 +39,8 @@ class GaudiGroup:
         with the expected and the received sum. Waits for the device."""
         if self.world.size == 1:
             return
-        one = torch.ones(1, dtype=torch.float32, device=device)
-        found = int(self.world.all_reduce(one).cpu().item())
+        tensor = torch.ones(1, dtype=torch.float32, device=device)
+        found = int(self.world.all_reduce(tensor).cpu().item())
         if found != self.world.size:
             raise ConfigError(f"the sum over {self.world.size} cards counts {found} of them")
 

@@ -49,7 +49,7 @@ def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
 
     Lengths do not tell the load of a server, so every load has equal weight in modelled cost.
     """
-    requests = [_clipped(one, limits) for one in _sample(traffic, limits)]
+    requests = [_clipped(lengths, limits) for lengths in _sample(traffic, limits)]
     loads = sorted({round(limits.max_num_seqs ** (i / (LOADS - 1))) for i in range(LOADS)})
     total: Counter[Bucket] = Counter()
     for load in loads:
@@ -125,27 +125,27 @@ def with_rare(launches: Launches, limits: BucketLimits) -> Launches:
 def _sample(traffic: list[Lengths], limits: BucketLimits) -> list[Lengths]:
     """Requests drawn evenly over the total weight, shuffled with a fixed seed: the engine and the
     worker must build the same table."""
-    total = sum(one.weight for one in traffic)
+    total = sum(lengths.weight for lengths in traffic)
     count = max(SAMPLE, WAVES * limits.max_num_seqs)
     if total == len(traffic):
         count = min(count, len(traffic))
-    ordered = sorted(traffic, key=lambda one: (one.prompt_tokens, one.output_tokens))
+    ordered = sorted(traffic, key=lambda lengths: (lengths.prompt_tokens, lengths.output_tokens))
     chosen: list[Lengths] = []
     reached = 0.0
-    for one in ordered:
-        reached += one.weight
+    for lengths in ordered:
+        reached += lengths.weight
         while len(chosen) < count and (len(chosen) + 0.5) * total / count <= reached:
-            chosen.append(one)
+            chosen.append(lengths)
     random.Random(0).shuffle(chosen)
     return chosen
 
 
-def _clipped(one: Lengths, limits: BucketLimits) -> Lengths:
-    prompt = min(one.prompt_tokens, limits.max_model_len)
+def _clipped(lengths: Lengths, limits: BucketLimits) -> Lengths:
+    prompt = min(lengths.prompt_tokens, limits.max_model_len)
     if limits.is_pooling:
         return Lengths(prompt, 0)
-    cached = min(one.cached_tokens, prompt - 1) if limits.prefix_caching else 0
-    return Lengths(prompt, min(one.output_tokens, limits.max_model_len - prompt), cached)
+    cached = min(lengths.cached_tokens, prompt - 1) if limits.prefix_caching else 0
+    return Lengths(prompt, min(lengths.output_tokens, limits.max_model_len - prompt), cached)
 
 
 def _run(requests: list[Lengths], load: int, limits: BucketLimits) -> Counter[Bucket]:
@@ -156,11 +156,11 @@ def _run(requests: list[Lengths], load: int, limits: BucketLimits) -> Counter[Bu
     waiting = requests[::-1]
     prompts: list[_Prompt] = []
     contexts = remaining = np.zeros(0, np.int64)
-    stride = max(8, max(one.output_tokens for one in requests) // 64)
+    stride = max(8, max(request.output_tokens for request in requests) // 64)
     while waiting or prompts or len(contexts):
         while waiting and len(prompts) + len(contexts) < load:
-            one = waiting.pop()
-            prompts.append((one, one.cached_tokens // size * size))
+            request = waiting.pop()
+            prompts.append((request, request.cached_tokens // size * size))
         if len(contexts):
             # Between two arrivals only the contexts grow: count a shape for several steps.
             steps = 1 if prompts else min(stride, int(remaining.min()))
@@ -188,17 +188,17 @@ def _prefill(
     left: list[_Prompt] = []
     started: list[tuple[int, int]] = []
     chunks: list[tuple[int, int]] = []
-    for number, (one, done) in enumerate(prompts):
+    for number, (lengths, done) in enumerate(prompts):
         if not budget:
             left += prompts[number:]
             break
-        query = min(one.prompt_tokens - done, budget, limits.max_query)
+        query = min(lengths.prompt_tokens - done, budget, limits.max_query)
         budget -= query
         chunks.append((query, math.ceil(done / limits.block_size)))
-        if done + query < one.prompt_tokens:
-            left.append((one, done + query))
-        elif one.output_tokens > 1:
-            started.append((one.prompt_tokens + 1, one.output_tokens - 1))
+        if done + query < lengths.prompt_tokens:
+            left.append((lengths, done + query))
+        elif lengths.output_tokens > 1:
+            started.append((lengths.prompt_tokens + 1, lengths.output_tokens - 1))
     for shape in _merged(sorted(chunks), limits):
         launches[shape] += 1
     return left, started

@@ -83,7 +83,7 @@ class Agreement:
         """Element-wise AND of `flags` over all ranks."""
         if self._host.size == 1 or not flags:
             return flags
-        return [bool(one) for one in self._host.minimum(torch.tensor(flags, dtype=torch.uint8))]
+        return [bool(flag) for flag in self._host.minimum(torch.tensor(flags, dtype=torch.uint8))]
 
     def all_true(self, value: bool) -> bool:
         """Whether `value` is true on all ranks."""

@@ -90,7 +90,7 @@ def _modules(machine: Machine, cards: tuple[Card, ...], num_cards: int) -> list[
                 ERROR,
                 MODULES,
                 f"{MODULES} is {text!r}, but this machine has the modules "
-                f"{', '.join(str(one) for one in sorted(existing, key=str))}",
+                f"{', '.join(str(path) for path in sorted(existing, key=str))}",
                 f"name only those, or unset {MODULES}; indices of hl-smi are no module ids",
             )
         ]

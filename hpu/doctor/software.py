@@ -93,7 +93,7 @@ def _python(machine: Machine) -> Finding:
     version = _dotted(machine.python)
     if machine.python in PYTHONS:
         return Finding(OK, "python", f"Python {version}")
-    known = ", ".join(_dotted(one) for one in PYTHONS)
+    known = ", ".join(_dotted(python) for python in PYTHONS)
     return Finding(
         WARN,
         "python",

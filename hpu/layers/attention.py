@@ -269,8 +269,8 @@ class PagedAttention(nn.Module):
             self.kv_cache_spec = self.kv_cache_spec._replace(format=format)
         if format.has_layer_scales:
             for name in ("k_scale", "v_scale"):
-                one = torch.ones(1, device=device)
-                self.register_parameter(name, nn.Parameter(one, requires_grad=False))
+                scale = torch.ones(1, device=device)
+                self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
 
     def bind_caches(
         self, keys: Tensor, values: Tensor, block_size: int, num_rings: int = 0

@@ -74,7 +74,9 @@ class GatedDeltaNet(nn.Module):
         beta = rate.float().sigmoid()
         decay = functional.softplus(step.float() + self.dt_bias) * -self.A_log.exp()
         if states.is_real is None:
-            query, key, value, decay, beta = (one[:, 0] for one in (query, key, value, decay, beta))
+            query, key, value, decay, beta = (
+                tensor[:, 0] for tensor in (query, key, value, decay, beta)
+            )
             out, state = gated_delta_step(query, key, value, decay, beta, state)
         else:
             is_padding = ~states.is_real.unsqueeze(-1)

@@ -76,7 +76,9 @@ class Mamba2Mixer(nn.Module):
         sizes = [spec.inner_size, spec.group_size, spec.group_size]
         x, b, c = mixed.split_with_sizes(sizes, -1)
         x = x.reshape(batch, length, spec.num_heads, spec.head_dim)
-        b, c = (one.reshape(batch, length, spec.num_groups, spec.state_size) for one in (b, c))
+        b, c = (
+            tensor.reshape(batch, length, spec.num_groups, spec.state_size) for tensor in (b, c)
+        )
         dt = functional.softplus(step.float() + self.dt_bias)
         a = -self.A_log.exp()
         if states.is_real is None:

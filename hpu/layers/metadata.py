@@ -445,7 +445,9 @@ def _text_metadata(
         masks = (as_mask(keys < inputs.lengths.view(batch, 1, 1, 1)),) * len(kinds)
         if form is not None:
             # Fused kernels need a mask row for each query.
-            masks = tuple(one.expand(batch, 1, length, length) for one in masks if one is not None)
+            masks = tuple(
+                mask.expand(batch, 1, length, length) for mask in masks if mask is not None
+            )
     nothing = (None,) * len(kinds)
     if form is not None:
         masks = _joined_masks(masks, nothing, inputs.positions, form)

@@ -66,7 +66,7 @@ class MetadataBuilder(nn.Module):
         )
 
 
-class WiderMetadataBuilder(MetadataBuilder):
+class HybridMetadataBuilder(MetadataBuilder):
     """Builder for models with states, cross attention or indexers. A separate class, because
     a compiled decoder checks every attribute that it reads in each launch."""
 

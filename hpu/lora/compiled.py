@@ -13,7 +13,7 @@ class CompiledAdapters(Protocol):
     """Adapter slots of a compiled model."""
 
     def pack(self, staged: Mapping[str, Sequence[Tensor]]) -> Mapping[str, Any]:
-        """Pack the result of GroupedSlots.stage, by product name, for `set`. Runs on the thread
+        """Pack the result of PerAdapterSlots.stage, by product name, for `set`. Runs on the thread
         that reads the adapter."""
         ...
 

@@ -58,7 +58,7 @@ class ExpertSlots:
     def _product(self, slot: int, expert: int, x: Tensor) -> Tensor:
         a, b = self.a[slot, expert], self.b[slot, expert]
         deltas = [
-            torch.matmul(functional.linear(x, one), two) for one, two in zip(a, b, strict=True)
+            torch.matmul(functional.linear(x, left), two) for left, two in zip(a, b, strict=True)
         ]
         return torch.cat(deltas, dim=-1)
 

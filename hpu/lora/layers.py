@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpu.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from hpu.layers.linear import Kernel, LinearBase
 from hpu.lora.context import LoRAContext
-from hpu.lora.slots import GroupedSlots, Slots, StackedSlots
+from hpu.lora.slots import PaddedSlots, PerAdapterSlots, Slots
 from hpu.quantization.base import LinearLayer, LinearMethod
 
 
@@ -59,7 +59,7 @@ class HeadSlots:
     """Slots of the head. `extend` computes the inputs of the second product in the forward pass and
     appends them to the hidden states; the head's product reads them from there."""
 
-    def __init__(self, slots: GroupedSlots | StackedSlots, context: LoRAContext) -> None:
+    def __init__(self, slots: PerAdapterSlots | PaddedSlots, context: LoRAContext) -> None:
         self._slots = slots
         self._context = context
 
@@ -106,7 +106,7 @@ class EmbeddingSlots:
     """Low-rank embedding tables: the row of `a` for each token, times `b`."""
 
     def __init__(
-        self, slots: GroupedSlots | StackedSlots, context: LoRAContext, multiplier: float
+        self, slots: PerAdapterSlots | PaddedSlots, context: LoRAContext, multiplier: float
     ) -> None:
         self._slots = slots
         self._context = context

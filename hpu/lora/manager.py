@@ -34,7 +34,7 @@ from hpu.lora.layers import (
     wrap_head,
     wrap_linear,
 )
-from hpu.lora.slots import CopySlot, GroupedSlots, LayerShape, Slots, StackedSlots
+from hpu.lora.slots import CopySlot, LayerShape, PaddedSlots, PerAdapterSlots, Slots
 from hpu.protocol import AdapterLoaded, LoadAdapter
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 Forward = Callable[[Tensor, AttentionInputs], Tensor]
 
 
-class Staged(NamedTuple):
+class StagedAdapter(NamedTuple):
     """An adapter in host memory, ready to be copied to slots."""
 
     layers: dict[str, list[Tensor]]
@@ -52,7 +52,7 @@ class Staged(NamedTuple):
     """Tensors for CompiledAdapters.set, by product name."""
 
 
-NOTHING = Staged({}, {})
+NOTHING = StagedAdapter({}, {})
 
 
 class LoRAManager:
@@ -102,13 +102,13 @@ class LoRAManager:
         self._compiled_names: dict[str, str] = {}
         """Product names of layers whose adapters the compiled decoder multiplies, by layer path."""
         self._wrap(model, facts)
-        self._host: dict[str, Future[Staged]] = {}
+        self._host: dict[str, Future[StagedAdapter]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="lora")
         self._loaded: deque[AdapterLoaded] = deque()
         self._has_loaded = threading.Event()
         self.on_loaded: Callable[[], None] = lambda: None
         """Called on the reading thread when `take_loaded` has a new result."""
-        self._copied: deque[tuple[Event, Staged]] = deque()
+        self._copied: deque[tuple[Event, StagedAdapter]] = deque()
         """Host tensors that copies may still read, with the event after which they are no longer
         read."""
         logger.info(
@@ -124,9 +124,9 @@ class LoRAManager:
     def num_bytes(self) -> int:
         """Bytes of the stacked matrices."""
         stacked = (
-            one for one in self.slots.values() if isinstance(one, StackedSlots | ExpertSlots)
+            slots for slots in self.slots.values() if isinstance(slots, PaddedSlots | ExpertSlots)
         )
-        return sum(one.num_bytes for one in stacked)
+        return sum(tensor.num_bytes for tensor in stacked)
 
     def forward_of(self, forward: Forward) -> Forward:
         """`forward`, with the adapters of each launch set in the context first."""
@@ -150,7 +150,7 @@ class LoRAManager:
         if future is None:
             future = self._host[message.content] = self._pool.submit(self._read, message)
 
-        def done(read: "Future[Staged]") -> None:
+        def done(read: "Future[StagedAdapter]") -> None:
             if read.cancelled():
                 return
             error = read.exception()
@@ -209,14 +209,14 @@ class LoRAManager:
         """Stop the reading thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _copy_to(self, slot: int, staged: Staged) -> None:
+    def _copy_to(self, slot: int, staged: StagedAdapter) -> None:
         for path, layer in self.slots.items():
             layer.set(slot, staged.layers.get(path, []))
         if self._compiled is not None:
             is_whole = staged.layers.keys() <= self._compiled_names.keys()
             self._compiled.set(slot, staged.packed, is_whole=is_whole)
 
-    def _read(self, message: LoadAdapter) -> Staged:
+    def _read(self, message: LoadAdapter) -> StagedAdapter:
         loaded = load_adapter(
             AdapterFolder(message.path, message.root, message.name),
             self._base,
@@ -231,7 +231,7 @@ class LoRAManager:
             )
         return self._stage(loaded)
 
-    def _stage(self, loaded: LoadedAdapter) -> Staged:
+    def _stage(self, loaded: LoadedAdapter) -> StagedAdapter:
         by_layer: dict[str, list[LowRank]] = {}
         for weight in rank_weights(loaded, self._at, self._dtype):
             by_layer.setdefault(weight.layer, []).append(weight)
@@ -247,10 +247,12 @@ class LoRAManager:
             packed = self._compiled.pack(
                 {names[path]: staged for path, staged in layers.items() if path in names}
             )
-        return Staged(layers, packed)
+        return StagedAdapter(layers, packed)
 
     def _wrap(self, model: nn.Module, facts: ModelConfig) -> None:
-        routers = {gate for one in model.modules() if isinstance(one, MoE) for gate in one.gates}
+        routers = {
+            gate for module in model.modules() if isinstance(module, MoE) for gate in module.gates
+        }
         compiled = model.adapter_products() if isinstance(model, TakesAdapters) else {}
         for path, module in list(model.named_modules()):
             # Backends may wrap the model in a faster module.
@@ -272,7 +274,7 @@ class LoRAManager:
             elif isinstance(module, Experts):
                 if EXPERTS in self.extra_targets:
                     found = wrap_experts(module, self.context, facts.hidden_size)
-                    self.slots |= {f"{path}.{name}": one for name, one in found.items()}
+                    self.slots |= {f"{path}.{name}": module for name, module in found.items()}
             elif isinstance(module, LinearBase) and module in routers:
                 if EXPERTS in self.extra_targets:
                     shape = _shape(module)
@@ -292,13 +294,13 @@ class LoRAManager:
 
     def _make_slots(
         self, shape: LayerShape, module: LinearBase | None
-    ) -> GroupedSlots | StackedSlots:
+    ) -> PerAdapterSlots | PaddedSlots:
         if self._is_grouped:
-            return GroupedSlots(shape, self.context)
+            return PerAdapterSlots(shape, self.context)
         group = self._shards
         if module is None or module.group.size == 1 or isinstance(module, ParallelLMHead):
             group = SINGLE
-        return StackedSlots(
+        return PaddedSlots(
             shape,
             self.context,
             self._copy,

@@ -1,7 +1,7 @@
 """LoRA slots of a linear layer or embedding, and their low-rank products.
 
-GroupedSlots, for a CPU, multiplies the rows of each adapter by the matrices of that adapter.
-StackedSlots, for cards, multiplies all rows by the matrices of all slots and selects each row's own
+PerAdapterSlots, for a CPU, multiplies the rows of each adapter by the matrices of that adapter.
+PaddedSlots, for cards, multiplies all rows by the matrices of all slots and selects each row's own
 slot between the two products: shapes and addresses do not depend on the rows, so any mix of
 adapters runs in the same graph.
 """
@@ -46,7 +46,7 @@ class Slots(Protocol):
         ...
 
 
-class GroupedSlots:
+class PerAdapterSlots:
     """Slots for a CPU: hold the matrices of the adapters without padding."""
 
     def __init__(self, shape: LayerShape, context: LoRAContext) -> None:
@@ -109,11 +109,11 @@ class GroupedSlots:
         without weights."""
         if not weights:
             return []
-        by_output = {one.output: one for one in weights}
+        by_output = {weight.output: weight for weight in weights}
         staged = []
         for output in range(len(self._ranges)):
-            one = by_output.get(output)
-            staged += [torch.empty(0), torch.empty(0)] if one is None else [one.a, one.b]
+            weight = by_output.get(output)
+            staged += [torch.empty(0), torch.empty(0)] if weight is None else [weight.a, weight.b]
         return staged
 
     def set(self, slot: int, staged: list[Tensor]) -> None:
@@ -123,7 +123,7 @@ class GroupedSlots:
             self._slots.pop(slot, None)
 
 
-class StackedSlots:
+class PaddedSlots:
     """Slots for cards: stacked matrices of all slots, padded with zeros to the maximum rank.
 
     Non-finite values of an adapter cannot reach rows of other slots: the products with `a` are
@@ -160,7 +160,7 @@ class StackedSlots:
 
     @property
     def num_bytes(self) -> int:
-        return sum(one.numel() * one.element_size() for one in (self.a, *self.b))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.a, *self.b))
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
         t = functional.linear(x, self.a.flatten(0, 1))
@@ -180,16 +180,16 @@ class StackedSlots:
         return out + (deltas[0] if len(deltas) == 1 else torch.cat(deltas, dim=-1))
 
     def low_rank(self, x: Tensor) -> Tensor:
-        """First product only; see GroupedSlots.low_rank."""
+        """First product only; see PerAdapterSlots.low_rank."""
         t = functional.linear(x, self.a.flatten(0, 1))
         return self._selected(t)
 
     def add_low_rank(self, t: Tensor, out: Tensor) -> Tensor:
-        """Add the second product; see GroupedSlots.add_low_rank."""
+        """Add the second product; see PerAdapterSlots.add_low_rank."""
         return out + torch.matmul(t, self.b[0].flatten(0, 1))
 
     def add_looked_up(self, ids: Tensor, out: Tensor) -> Tensor:
-        """Add the looked-up vectors; see GroupedSlots.add_looked_up."""
+        """Add the looked-up vectors; see PerAdapterSlots.add_looked_up."""
         t = functional.embedding(ids, self.a.flatten(0, 1).t())
         return out + torch.matmul(self._selected(t), self.b[0].flatten(0, 1))
 
@@ -218,17 +218,17 @@ class StackedSlots:
         context, rank = self._context, self._group.rank
         a = torch.zeros((1, *self.a.shape[1:]), dtype=context.dtype)
         bs = [torch.zeros((1, *b.shape[1:]), dtype=context.dtype) for b in self.b]
-        for one in weights:
-            size = one.a.shape[0]
-            rows = torch.zeros((context.max_rank, one.a.shape[1]), dtype=context.dtype)
-            rows[:size] = one.a
-            columns = torch.zeros((context.max_rank, one.b.shape[0]), dtype=context.dtype)
-            columns[:size] = one.b.t()
-            first = one.output * self._rank_a
+        for weight in weights:
+            size = weight.a.shape[0]
+            rows = torch.zeros((context.max_rank, weight.a.shape[1]), dtype=context.dtype)
+            rows[:size] = weight.a
+            columns = torch.zeros((context.max_rank, weight.b.shape[0]), dtype=context.dtype)
+            columns[:size] = weight.b.t()
+            first = weight.output * self._rank_a
             begin = 0 if self._is_row_parallel else rank * self._rank_a
             a[0, first : first + self._rank_a] = rows[begin : begin + self._rank_a]
             begin = rank * self._rank_b if self._is_row_parallel else 0
-            bs[one.output][0] = columns[begin : begin + self._rank_b]
+            bs[weight.output][0] = columns[begin : begin + self._rank_b]
         for output, b in enumerate(bs):
             if not bool(b.isfinite().all()):
                 b.zero_()

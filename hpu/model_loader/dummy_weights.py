@@ -21,7 +21,7 @@ def fill_dummy(modules: Iterable[nn.Module], *, on_progress: Progress) -> None:
     name, other dtypes with zeros. `on_progress`: see load_weights."""
     generator = torch.Generator().manual_seed(0)
     values = torch.empty(NUM_VALUES).uniform_(-LIMIT, LIMIT, generator=generator)
-    parameters = [one for module in modules for one in module.named_parameters()]
+    parameters = [named for module in modules for named in module.named_parameters()]
     total = sum(parameter.nbytes for _, parameter in parameters)
     done = 0
     for name, parameter in parameters:

@@ -95,33 +95,33 @@ def load_weights(
         file: [
             _Source(stored, shard, spec)
             for stored, spec in tensors
-            if (not is_stage or _is_here(spec, parameters))
-            and (shard := _as_kept(shard_of(spec, at), parameters)) is not None
+            if (not is_stage or _is_local(spec, parameters))
+            and (shard := _resident_shard(shard_of(spec, at), parameters)) is not None
         ]
         for file, tensors in _match(model.weight_map, Path(path)).items()
     }
-    total = sum(one.num_bytes for tensors in files.values() for one in tensors)
+    total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
     filler = _Filler()
     quantized = _QuantizedWeights(parameters, filler, files.values())
     loaded = 0
     with _progress_bar(total) as bar, TensorReader() as reader:
         for file, tensors in files.items():
             reads = _reads(tensors, parameters, filler)
-            for one, read in zip(tensors, reader.read(file, reads), strict=True):
-                spec = one.shard.spec
-                if one.whole.mxfp4 == "scales":
-                    check_powers(read.target, f"{one.stored.name} in {file}")
+            for tensor, read in zip(tensors, reader.read(file, reads), strict=True):
+                spec = tensor.shard.spec
+                if tensor.whole.mxfp4 == "scales":
+                    check_powers(read.target, f"{tensor.stored.name} in {file}")
                 if spec.is_kv_scale:
-                    check_kv_scale(read.target, f"{one.stored.name} in {file}")
+                    check_kv_scale(read.target, f"{tensor.stored.name} in {file}")
                     filler.fill(parameters[spec.parameter], spec, read.target.reshape(1))
                 elif spec.part is not None:
-                    quantized.add(one, read.target, file)
+                    quantized.add(tensor, read.target, file)
                 elif filler.place(parameters[spec.parameter], spec, read.target.dtype) is None:
                     filler.fill(parameters[spec.parameter], spec, read.target)
                 # Release the memory before the next file is read.
                 del read
-                loaded += one.num_bytes
-                bar.update(one.num_bytes)
+                loaded += tensor.num_bytes
+                bar.update(tensor.num_bytes)
                 on_progress(loaded, total)
     if at.size > 1 or at.expert_size > 1:
         logger.info(
@@ -157,7 +157,7 @@ def _length(intervals: Iterable[Interval]) -> int:
     return sum(end - begin for begin, end in intervals)
 
 
-def _as_kept(shard: Shard | None, parameters: Mapping[str, Tensor]) -> Shard | None:
+def _resident_shard(shard: Shard | None, parameters: Mapping[str, Tensor]) -> Shard | None:
     """`shard`, with the spec of the MXFP4 parameter if the model keeps this MXFP4 tensor
     unconverted."""
     if shard is None or shard.spec.mxfp4_parameter not in parameters:
@@ -166,7 +166,7 @@ def _as_kept(shard: Shard | None, parameters: Mapping[str, Tensor]) -> Shard | N
     return shard._replace(spec=shard.spec._replace(parameter=parameter, mxfp4=""))
 
 
-def _is_here(spec: WeightSpec, parameters: Mapping[str, Tensor]) -> bool:
+def _is_local(spec: WeightSpec, parameters: Mapping[str, Tensor]) -> bool:
     """Whether the model has the parameter, quantized or not."""
     own = spec.mxfp4_parameter if spec.part is None else spec.quantized_parameter
     return spec.parameter in parameters or own in parameters
@@ -187,7 +187,7 @@ class _QuantizedWeights:
         self._missing: dict[str, int] = {}
         """Unread tensors per module."""
         for sources in files:
-            for spec in (own.spec for one in sources for own in one.shard.each_expert()):
+            for spec in (own.spec for source in sources for own in source.shard.each_expert()):
                 if spec.part is not None:
                     self._missing[spec.module] = self._missing.get(spec.module, 0) + 1
         self._found: dict[str, dict[Role, Tensor]] = {}
@@ -416,7 +416,7 @@ class _Filler:
             elif (spec.output_sizes, spec.expert, spec.num_experts) == ((), None, None):
                 # Converted on the host: on the device the conversion would need memory for both
                 # dtypes.
-                parameter.copy_(_filled_up(spec, tensor, parameter).to(parameter.dtype))
+                parameter.copy_(_padded_shard(spec, tensor, parameter).to(parameter.dtype))
             else:
                 self._collect(parameter, spec, _parts(spec, tensor), spec.num_elements())
 
@@ -455,7 +455,7 @@ class _Filler:
         targets = target if spec.expert is None else target[spec.expert]
         for part, source in zip(_parts(spec, targets), parts, strict=True):
             if not spec.output_sizes:
-                part.copy_(_filled_up(spec, source, part))
+                part.copy_(_padded_shard(spec, source, part))
                 continue
             outputs = part.split_with_sizes(spec.output_sizes)
             if spec.row is not None:
@@ -466,7 +466,7 @@ class _Filler:
                 outputs[output].copy_(own)
 
 
-def _filled_up(spec: WeightSpec, tensor: Tensor, parameter: Tensor) -> Tensor:
+def _padded_shard(spec: WeightSpec, tensor: Tensor, parameter: Tensor) -> Tensor:
     """`tensor`, padded with zero rows to the size of `parameter`."""
     missing = parameter.shape[0] - tensor.shape[0] if spec.rounds_up else 0
     if not missing:
@@ -488,7 +488,7 @@ def _as_stored(spec: WeightSpec, tensor: Tensor) -> Tensor:
     if spec.row_groups is not None:
         tensor = _ungrouped(tensor, spec, spec.row_groups)
     if spec.interleaved_size is not None:
-        tensor = _in_halves(tensor, spec, spec.interleaved_size)
+        tensor = _deinterleave_rope(tensor, spec, spec.interleaved_size)
     if spec.offset:
         tensor = tensor.float() + spec.offset
     if spec.normalized:
@@ -503,13 +503,13 @@ def _ungrouped(tensor: Tensor, spec: WeightSpec, num_groups: int) -> Tensor:
     return torch.cat([part.flatten(0, 1) for part in parts])
 
 
-def _in_halves(tensor: Tensor, spec: WeightSpec, size: int) -> Tensor:
+def _deinterleave_rope(tensor: Tensor, spec: WeightSpec, size: int) -> Tensor:
     """De-interleave rotary dimensions: within a head, the first elements of all rotated pairs
     precede the second elements."""
     if spec.interleaved_outputs is not None:
         outputs = spec.outputs[: spec.interleaved_outputs]
         rows = sum(spec.output_sizes[output] for output in outputs)
-        rotated = _in_halves(tensor[:rows], spec._replace(interleaved_outputs=None), size)
+        rotated = _deinterleave_rope(tensor[:rows], spec._replace(interleaved_outputs=None), size)
         return torch.cat((rotated, tensor[rows:]))
     dim, start = spec.interleaved_dim, spec.interleaved_start
     end, rotated_end = start + size, start + (spec.rotated_size or size)

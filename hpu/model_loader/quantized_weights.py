@@ -63,9 +63,9 @@ def _stored_shape(part: WeightPart, sizes: tuple[int, ...], shard: Shard) -> tup
     if intervals is not None:
         shape[dim] = sum(end - begin for begin, end in intervals)
     whole = [dim for dim, axis in enumerate(part.axes) if axis.is_whole]
-    for one in whole:
+    for dim in whole:
         # Whole axes keep the size in the file.
-        shape[one] = -1
+        shape[dim] = -1
     return tuple(shape)
 
 
@@ -123,7 +123,7 @@ def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...])
             raise CheckpointError(f"{where} has {count} weights that are NaN")
     elif part.role == "groups":
         groups = scheme.num_groups(sizes[INPUTS])
-        low, high = (int(one) for one in tensor.aminmax()) if tensor.numel() else (0, 0)
+        low, high = (int(bound) for bound in tensor.aminmax()) if tensor.numel() else (0, 0)
         if low < 0 or high >= groups:
             raise CheckpointError(f"{where} has groups from {low} to {high}, there are {groups}")
     elif part.role == "shape":

@@ -51,7 +51,7 @@ def layer_bytes(config: ModelConfig, *, num_cards: int, width: int) -> list[int]
     quantization; `width` bytes per weight."""
     weight_map, at = decoder_weight_map(config, decoder_spec(config)), ShardRank(size=num_cards)
     shards = ([shard_of(spec, at) for spec in layer] for layer in weight_map.layers)
-    return [width * sum(one.spec.num_elements() for one in own if one) for own in shards]
+    return [width * sum(shard.spec.num_elements() for shard in own if shard) for own in shards]
 
 
 def _own_specs(
@@ -89,7 +89,7 @@ def _card_bytes(spec: WeightSpec, width: int) -> int:
         # FP8 weights that each launch dequantizes keep the checkpoint's scales.
         return outputs * 4 * (scheme.num_groups(inputs) if scheme.activations == "none" else 1)
     if scheme.bits == 8:
-        has_zeros = any(one.role == "zeros" for one in scheme.parts)
+        has_zeros = any(part.role == "zeros" for part in scheme.parts)
         return outputs * scheme.num_groups(inputs) * (5 if has_zeros else 4)
     # Zero points have 4 bits and always exist on the card, stored or not.
     return outputs * scheme.num_groups(inputs) * (2 * width + 1) // 2

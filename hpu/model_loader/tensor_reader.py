@@ -124,10 +124,10 @@ class TensorReader:
         return pieces
 
 
-def _finished(one: _InFlight) -> Read:
-    for piece in one.pieces:
+def _finished(launch: _InFlight) -> Read:
+    for piece in launch.pieces:
         piece.result()
-    return one.read
+    return launch.read
 
 
 def _read_piece(descriptor: int, data: memoryview, offset: int) -> None:

@@ -41,7 +41,7 @@ from hpu.layers.metadata import (
     distinct,
     rotated_positions,
 )
-from hpu.layers.metadata_builder import MetadataBuilder, WiderMetadataBuilder
+from hpu.layers.metadata_builder import HybridMetadataBuilder, MetadataBuilder
 from hpu.layers.mla import MLAAttention
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import SWIGLU_OAI, Experts, MoE, SparseMixer, TopKRouter
@@ -102,7 +102,7 @@ class DecoderModel(nn.Module):
     def rotary_embs(self) -> list[RotaryEmbedding]:
         """Rotary embeddings in use."""
         both = (self.rotary_emb, self.local_rotary_emb)
-        return [one for one in both if one is not None]
+        return [rotary for rotary in both if rotary is not None]
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         """(B, Q) tokens, or (B, Q, hidden) embeddings or hidden states, to (B, Q, hidden). For
@@ -355,7 +355,7 @@ class Decoder(LoadableModel):
         indexer = self.spec.indexer
         if not (self.spec.states or size or indexer):
             return MetadataBuilder(self._kinds, **arguments)
-        return WiderMetadataBuilder(
+        return HybridMetadataBuilder(
             self._kinds,
             has_states=bool(self.spec.states),
             embeddings_per_tile=size,
@@ -708,7 +708,11 @@ class Decoder(LoadableModel):
     def attention_layers(self) -> list[AttentionLayer]:
         """Attention layers with keys and values."""
         attentions = (layer.self_attn for layer in self.layers)
-        return [one for one in attentions if not isinstance(one, StateLayer | CrossAttention)]
+        return [
+            attention
+            for attention in attentions
+            if not isinstance(attention, StateLayer | CrossAttention)
+        ]
 
     @property
     def non_finite_guard(self) -> NonFiniteGuard | None:
@@ -724,13 +728,13 @@ class Decoder(LoadableModel):
     @property
     def cross_attentions(self) -> list[CrossAttention]:
         attentions = (layer.self_attn for layer in self.layers)
-        return [one for one in attentions if isinstance(one, CrossAttention)]
+        return [attention for attention in attentions if isinstance(attention, CrossAttention)]
 
     @property
     def state_layers(self) -> list[StateLayer]:
         """Layers with a state."""
         attentions = (layer.self_attn for layer in self.layers)
-        return [one for one in attentions if isinstance(one, StateLayer)]
+        return [attention for attention in attentions if isinstance(attention, StateLayer)]
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         return self.model(tokens, inputs)  # type: ignore[no-any-return]

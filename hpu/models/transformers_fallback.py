@@ -157,7 +157,7 @@ class TransformersModel(LoadableModel):
         try:
             body = causal.base_model
             register_stored_buffers(causal)
-            shapes = {name: tuple(one.shape) for name, one in causal.named_parameters()}
+            shapes = {name: tuple(parameter.shape) for name, parameter in causal.named_parameters()}
             renamed = replace_experts(causal)
             replace_norms(causal)
             replace_sparsity(causal, dtype)
@@ -290,19 +290,19 @@ class TransformersModel(LoadableModel):
         return out.logits.squeeze(0)  # type: ignore[no-any-return]
 
     def use_kv_cache_format(self, format: KVCacheFormat) -> None:
-        for one in self.attention_layers:
-            one.attn.use_kv_cache_format(format, self.device)
+        for layer in self.attention_layers:
+            layer.attn.use_kv_cache_format(format, self.device)
 
     def cache_shapes(
         self, num_blocks: int, block_size: int, num_rings: int = 0
     ) -> list[tuple[Shape, ...]]:
-        specs = (one.attn.kv_cache_spec for one in self.attention_layers)
+        specs = (layer.attn.kv_cache_spec for layer in self.attention_layers)
         return [
             spec.shapes(num_blocks, block_size, num_rings) for spec in specs if spec is not None
         ]
 
     def cache_windows(self) -> list[int | None]:
-        specs = [one.attn.kv_cache_spec for one in self.attention_layers]
+        specs = [layer.attn.kv_cache_spec for layer in self.attention_layers]
         # A layer that shares a ring would read it after new tokens have overwritten tokens that
         # it sees.
         is_shared = None in specs

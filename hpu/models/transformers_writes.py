@@ -57,8 +57,8 @@ class ViewWriteTrial(TorchFunctionMode):
         if func is Tensor.__setitem__ and _names_rows(args[1]):
             self.has_view_writes = True
             self._forget(args[0], args[1])
-        for one in _pytree.tree_leaves((args, kwargs)):
-            if isinstance(one, Tensor) and one.untyped_storage()._cdata in self._old:
+        for leaf in _pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self._old:
                 self.reads_old_tensors = True
         if func in _IN_PLACE and not kwargs:
             target, other = args

@@ -98,7 +98,7 @@ class DeviceLaunches:
 
     def end(self) -> None:
         """Called when all launches of a plan are submitted."""
-        self._in_flight = [one for one in self._in_flight if not one[0].done()]
+        self._in_flight = [launch for launch in self._in_flight if not launch[0].done()]
         self._in_flight.append((self._backend.event(), self._hosts))
         self._hosts = []
 

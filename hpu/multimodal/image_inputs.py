@@ -1,4 +1,4 @@
-"""ImageInputs: the tokens of a launch that are replaced by image embeddings, image tokens with
+"""ImageBuffers: the tokens of a launch that are replaced by image embeddings, image tokens with
 bidirectional attention, and the M-RoPE positions of images."""
 
 from typing import NamedTuple, Protocol
@@ -62,7 +62,7 @@ class _Request(NamedTuple):
     """Offset of the rotary positions of tokens after the last image."""
 
 
-class ImageInputs:
+class ImageBuffers:
     """Images of the live requests, by request index."""
 
     def __init__(self, facts: VisionFacts, max_num_reqs: int, cache: EncoderCache | None) -> None:

@@ -18,7 +18,7 @@ from hpu.multimodal.cross.encoder import WholeEncoder
 from hpu.multimodal.cross.inputs import CrossInputs
 from hpu.multimodal.device_launches import LaunchOptions
 from hpu.multimodal.encoder_cache import EncoderCache
-from hpu.multimodal.image_inputs import ImageInputs
+from hpu.multimodal.image_inputs import ImageBuffers
 from hpu.multimodal.merge import Forward, merged, shortened
 from hpu.multimodal.patch_encoder import PatchEncoder
 from hpu.multimodal.tile_encoder import TileEncoder, check_count
@@ -67,11 +67,11 @@ class Images:
                 self._encoder = PatchEncoder(patches, sizes, options)
             elif whole is not None:
                 self._encoder = WholeEncoder(whole, options)
-        self.inputs: ImageInputs | CrossInputs
+        self.inputs: ImageBuffers | CrossInputs
         if isinstance(self.cache, CrossCache):
             self.inputs = CrossInputs(facts, self.cache)
         else:
-            self.inputs = ImageInputs(facts, max_num_reqs, self.cache)
+            self.inputs = ImageBuffers(facts, max_num_reqs, self.cache)
 
     @property
     def num_bytes(self) -> int:
@@ -100,7 +100,7 @@ class Images:
         prepared: list[Prepared] = []
         for image in plan.encoded_images:
             rows = self.cache.allocate(image.content, image.num_embeddings)
-            tensors = {one.name: _tensor(one) for one in image.tensors}
+            tensors = {tensor.name: _tensor(tensor) for tensor in image.tensors}
             prepared.append((tensors, rows))
             if isinstance(self.cache, CrossCache):
                 self.cache.describe(image.content, tensors)
@@ -134,7 +134,7 @@ class Images:
         self._backend.expect(len(rows), 0)
         try:
             embeddings: Tensor = self._tower(
-                {name: one.to(device) for name, one in tensors.items()}
+                {name: tensor.to(device) for name, tensor in tensors.items()}
             )
             check_count(len(embeddings), rows)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):

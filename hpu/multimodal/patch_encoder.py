@@ -36,8 +36,8 @@ class PatchEncoder:
         self._launches = DeviceLaunches(
             patches.features,
             lambda size: tuple(
-                ((size, *one.shape), None if one.is_index else patches.dtype)
-                for one in patches.inputs
+                ((size, *form.shape), None if form.is_index else patches.dtype)
+                for form in patches.inputs
             ),
             options,
         )
@@ -53,9 +53,9 @@ class PatchEncoder:
         of a launch have similar numbers of patches."""
         sized = [
             (self._size(rows), tensors, rows)
-            for tensors, rows in (one for image in images for one in self._patches.parts(*image))
+            for tensors, rows in (part for image in images for part in self._patches.parts(*image))
         ]
-        sized.sort(key=lambda one: one[0], reverse=True)
+        sized.sort(key=lambda piece: piece[0], reverse=True)
         for begin in range(0, len(sized), self._group.size):
             self._encode_together(sized[begin : begin + self._group.size])
         self._launches.end()
@@ -71,15 +71,15 @@ class PatchEncoder:
             target[rank, : len(order)] = rows[order]
             if rank == self._group.rank:
                 padded = tuple(
-                    _padded(one, size, form.padding)
-                    for one, form in zip(given, self._patches.inputs, strict=True)
+                    _padded(tensor, size, form.padding)
+                    for tensor, form in zip(given, self._patches.inputs, strict=True)
                 )
         self._launches.launch(size, padded, target.ravel())
 
     def _size(self, rows: Integers) -> int:
         """Launch size for an image with these rows."""
         count = len(rows) * self._patches.merged
-        size = next((one for one in self._sizes if one >= count), 0)
+        size = next((size for size in self._sizes if size >= count), 0)
         if not size:
             size = -(-count // self._sizes[-1]) * self._sizes[-1]
             logger.warning(

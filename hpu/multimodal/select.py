@@ -51,9 +51,9 @@ def _unlisted_reason(config: ModelConfig, backend: Backend) -> str:
     if backend.compiles:
         return f"its tower has no fixed shapes, which {backend.name} needs"
     # Imported here: it imports all of transformers, which other models do not need.
-    from hpu.multimodal.towers.merge_trial import why_not_merged
+    from hpu.multimodal.towers.merge_trial import image_merge_error
 
-    return why_not_merged(config)
+    return image_merge_error(config)
 
 
 def build_tower(

@@ -36,8 +36,8 @@ class TileEncoder:
         )
         separators = tiles.separators
         self._separators = [
-            (one * options.multiplier).expand(SEPARATORS_AT_ONCE, -1).contiguous()
-            for one in (() if separators is None else separators)
+            (separator * options.multiplier).expand(SEPARATORS_AT_ONCE, -1).contiguous()
+            for separator in (() if separators is None else separators)
         ]
 
     def warm_up(self, on_capture: Callable[[int], None]) -> None:
@@ -76,9 +76,9 @@ class TileEncoder:
         num_ranks, done, count = self._group.size, 0, len(inputs[0])
         while done < count:
             left = count - done
-            size = next((one for one in self._sizes if one * num_ranks <= left), self._sizes[-1])
+            size = next((size for size in self._sizes if size * num_ranks <= left), self._sizes[-1])
             own = done + self._group.rank * size
-            parts = tuple(_padded(one[own : own + size], size) for one in inputs)
+            parts = tuple(_padded(tensor[own : own + size], size) for tensor in inputs)
             end = done + num_ranks * size
             rows = np.full(num_ranks * size * self._num_rows, self._pad_row, np.int64)
             real = target[done * self._num_rows : end * self._num_rows]

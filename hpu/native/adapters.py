@@ -104,10 +104,12 @@ def pack(a: Tensor, b: Tensor) -> LowRankPair:
 def _together(products: Mapping[str, Packed]) -> dict[str, Packed]:
     """Copy the matrices into contiguous huge pages; for each product, all `a`, then all `b`."""
     pairs = [pair for packed in products.values() for pair in packed if pair is not None]
-    pages = HugePages(sum(one.nbytes + LINE_BYTES for pair in pairs for one in pair[:2]) + OVERREAD)
+    pages = HugePages(
+        sum(tensor.nbytes + LINE_BYTES for pair in pairs for tensor in pair[:2]) + OVERREAD
+    )
 
-    def moved(one: Tensor) -> Tensor:
-        return pages.allocate(one.shape, one.dtype).copy_(one)
+    def moved(tensor: Tensor) -> Tensor:
+        return pages.allocate(tensor.shape, tensor.dtype).copy_(tensor)
 
     found: dict[str, Packed] = {}
     for name, packed in products.items():
@@ -145,7 +147,7 @@ class NativeAdapters:
         """Slots, length and result of the last call of `rows`: most decodes repeat them."""
 
     def pack(self, staged: Mapping[str, Sequence[Tensor]]) -> Mapping[str, Packed]:
-        """Pack an adapter of GroupedSlots. `staged` holds `a` and `b` for each output of each
+        """Pack an adapter of PerAdapterSlots. `staged` holds `a` and `b` for each output of each
         product; an empty pair means no weights."""
         return _together(
             {

@@ -545,7 +545,7 @@ def _low_ranks(adapters: NativeAdapters | None, index: int) -> list[int | None]:
     if adapters is None:
         return [None] * len(PRODUCTS)
     found = (adapters.slots.get(f"{index}.{name}") for name in PRODUCTS)
-    return [None if one is None else ctypes.addressof(one.structure) for one in found]
+    return [None if module is None else ctypes.addressof(module.structure) for module in found]
 
 
 def _layer(

@@ -197,7 +197,7 @@ class PackedExperts:
         if isinstance(stacks.w2[0], QuantizedWeight):
             inner = stacks.w2[0].num_inputs
         self.structure = ExpertsStructure(
-            *(_stacked(one) for one in packed), len(stacks.w2), hidden, inner, *swiglu
+            *(_stacked(tensor) for tensor in packed), len(stacks.w2), hidden, inner, *swiglu
         )
 
     def __call__(
@@ -349,16 +349,16 @@ def has_experts_kernel(stacks: Stacks, activation: str | ClampedSwiGLU) -> bool:
         return False
     # Gate and up outputs alternate; PackedExperts separates them for the kernel.
     is_interleaved = isinstance(activation, ClampedSwiGLU) and activation.interleaved
-    return all(_is_packable(one, is_interleaved) for one in stacks[:2])
+    return all(_is_packable(stack, is_interleaved) for stack in stacks[:2])
 
 
 def _is_packable(stack: Stack, is_interleaved: bool) -> bool:
     if isinstance(stack, Tensor):
         _, out, size = stack.shape
         return stack.dtype == torch.bfloat16 and out % PANEL == size % PANEL == 0
-    if is_interleaved and not all(isinstance(one, Mxfp4Weight) for one in stack):
+    if is_interleaved and not all(isinstance(weight, Mxfp4Weight) for weight in stack):
         return False
-    kinds = {kind_of(one) for one in stack}
+    kinds = {kind_of(weight) for weight in stack}
     return len(kinds) == 1 and None not in kinds
 
 
@@ -373,7 +373,7 @@ def _gates_first(stack: S) -> S:
         return torch.cat((stack[:, ::2], stack[:, 1::2]), dim=1)
     out = stack[0].shape[0]
     outputs = torch.cat((torch.arange(0, out, 2), torch.arange(1, out, 2)))
-    return tuple(one.select(outputs) for one in stack if isinstance(one, Mxfp4Weight))
+    return tuple(weight.select(outputs) for weight in stack if isinstance(weight, Mxfp4Weight))
 
 
 class _PackedStack(NamedTuple):
@@ -399,12 +399,14 @@ def _pack_stack(library: Library, stack: Stack, bias: Tensor | None) -> _PackedS
     packed = library.pages.allocate((len(stack), *first.shape), first.dtype)
     for target, weight in zip(packed, stack, strict=True):
         target.copy_(to_panels(weight)[1])
-    scales = torch.stack([one.scales.flatten() for one in stack]) if kind == INT8_ROWS else None
-    orders = [one.order for one in stack]
+    scales = (
+        torch.stack([weight.scales.flatten() for weight in stack]) if kind == INT8_ROWS else None
+    )
+    orders = [weight.order for weight in stack]
     order = None
-    if any(one is not None for one in orders):
+    if any(order is not None for order in orders):
         same = torch.arange(stack[0].shape[1], dtype=torch.int32)
-        order = torch.stack([same if one is None else one for one in orders])
+        order = torch.stack([same if order is None else order for order in orders])
     size = stack[0].shape[1]
     return _PackedStack(packed, size, bias, kind, scales, stack[0].group_size, order)
 

@@ -46,7 +46,7 @@ class NativeTowerKernels(TowerKernels):
         missing = -gate.out_features % TILE_INPUTS
         both = (gate, up)
         gate_up = torch.cat(
-            [functional.pad(one.weight.detach(), (0, 0, 0, missing)) for one in both]
+            [functional.pad(linear.weight.detach(), (0, 0, 0, missing)) for linear in both]
         )
         narrowed = functional.pad(down.weight.detach(), (0, missing))
         if not self._is_faster(gate_up) or not self._is_faster(narrowed):
@@ -54,7 +54,7 @@ class NativeTowerKernels(TowerKernels):
         bias = None
         if gate.bias is not None and up.bias is not None:
             bias = torch.cat(
-                [functional.pad(one.bias.detach(), (0, missing)) for one in (gate, up)]
+                [functional.pad(linear.bias.detach(), (0, missing)) for linear in (gate, up)]
             )
         first = PackedLinear(self._library, gate_up, bias)
         second = PackedLinear(self._library, narrowed, down.bias)
@@ -74,7 +74,7 @@ class NativeTowerKernels(TowerKernels):
         out = qkv.new_empty(length, heads, size)
         ends = ends.long()
         read = (qkv.contiguous(), cosines, sines, ends)
-        pointers = (one.data_ptr() for one in read)
+        pointers = (tensor.data_ptr() for tensor in read)
         shape = (len(ends) - 1, heads, size)
         self._library.attend_patches(_Patches(*pointers, *shape, scale, out.data_ptr()))
         return out

@@ -187,7 +187,7 @@ class StagedCopies:
             if len(self._in_flight) >= MAX_GATHERS:
                 # Limit the gathered blocks that the device holds.
                 self._backend.event().wait()
-                self._land_all(lambda one: True)
+                self._land_all(lambda copy: True)
             size = _fitting(len(blocks[part]), self._store_lists)
             contents = self._gather(blocks[part], size)
             self._in_flight.append(_Stored(step, slots[part], hashes[part], contents))
@@ -230,7 +230,7 @@ class StagedCopies:
             events[0] = event
 
     def land(self, step: int) -> None:
-        self._land_all(lambda one: one.step <= step)
+        self._land_all(lambda copy: copy.step <= step)
 
     def _land_all(self, is_done: Callable[[_Stored], bool]) -> None:
         while self._in_flight and is_done(self._in_flight[0]):
@@ -254,9 +254,9 @@ class StagedCopies:
 
     def settle(self, slots: Iterable[int]) -> None:
         slots = set(slots)
-        if any(not slots.isdisjoint(one.slots) for one in self._in_flight):
+        if any(not slots.isdisjoint(copy.slots) for copy in self._in_flight):
             self._backend.event().wait()
-            self._land_all(lambda one: True)
+            self._land_all(lambda copy: True)
         for slot in slots & self._landing.keys():
             self._landing[slot].result()
 

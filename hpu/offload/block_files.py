@@ -119,7 +119,7 @@ class BlockFiles:
             for block_hash in dropped:
                 # The block may be stored again before the file is deleted.
                 self._known.pop(block_hash, None)
-            for slot in [s for s, one in self._writes.items() if one in dropped]:
+            for slot in [s for s, written in self._writes.items() if written in dropped]:
                 del self._writes[slot]
             self._deletes.extend(dropped)
             self._changed.notify_all()
@@ -160,10 +160,10 @@ class BlockFiles:
                 if self._writes:
                     slot, block_hash = self._writes.popitem(last=False)
                 self._writing = slot
-            for one in deleted:
-                self._known.pop(one, None)
+            for deleted_hash in deleted:
+                self._known.pop(deleted_hash, None)
                 with contextlib.suppress(OSError):
-                    self._path(one).unlink()
+                    self._path(deleted_hash).unlink()
             if slot >= 0 and self._memory.is_whole(slot):
                 self._write(block_hash, slot)
             with self._changed:

@@ -185,13 +185,13 @@ class AttentionPart(NamedTuple):
     """(B, heads, Q, 1): sum of the exponentials."""
 
 
-def merge_parts(one: AttentionPart, other: AttentionPart) -> AttentionPart:
+def merge_parts(part: AttentionPart, other: AttentionPart) -> AttentionPart:
     """Attention over the keys of both parts."""
-    highest = torch.maximum(one.highest, other.highest)
-    weight = one.total * torch.exp(one.highest - highest)
+    highest = torch.maximum(part.highest, other.highest)
+    weight = part.total * torch.exp(part.highest - highest)
     other_weight = other.total * torch.exp(other.highest - highest)
     total = weight + other_weight
-    out = (one.out * weight + other.out * other_weight) / total
+    out = (part.out * weight + other.out * other_weight) / total
     return AttentionPart(out, highest, total)
 
 

@@ -148,7 +148,7 @@ def _attention(module: Any, kernels: TowerKernels) -> Forward:
         qkv = module.qkv(hidden).view(length, 3, num_heads, -1)
         half = qkv.shape[-1] // 2
         # Both halves of the angles are equal.
-        cosines, sines = (one[:, :half].float().contiguous() for one in position_embeddings)
+        cosines, sines = (tensor[:, :half].float().contiguous() for tensor in position_embeddings)
         found = kernels.attend(qkv, cosines, sines, cu_seqlens, scale)
         output: Tensor = module.proj(found.reshape(length, -1))
         return output

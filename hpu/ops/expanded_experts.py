@@ -55,14 +55,14 @@ class ExpandedExperts(nn.Module):
         out: Tensor | None = None
         for begin in range(0, len(self._w13), self._step):
             own = slice(begin, begin + self._step)
-            w13 = [self._expand(one, dtype) for one in self._w13[own]]
+            w13 = [self._expand(weight, dtype) for weight in self._w13[own]]
             first = self._first_expert + begin
             part: Tensor = torch.ops.hpu.mixture_of_experts(
                 hidden_states=hidden_states,
                 expert_routing_table=expert_routing_table,
                 router_weights=router_weights,
                 w12=w13,
-                w3=[self._expand(one, dtype) for one in self._w2[own]],
+                w3=[self._expand(weight, dtype) for weight in self._w2[own]],
                 permuted_weights=self._permuted_weights,
                 activation=MOE_ACTIVATIONS[activation],
                 experts_min=first,

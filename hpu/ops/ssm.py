@@ -68,18 +68,18 @@ def mamba2_scan(
     padding = count * chunk - length
     decay = dt * a
     if padding:
-        x, b, c = (functional.pad(one, (0, 0, 0, 0, 0, padding)) for one in (x, b, c))
-        dt, decay = (functional.pad(one, (0, 0, 0, padding)) for one in (dt, decay))
+        x, b, c = (functional.pad(tensor, (0, 0, 0, 0, 0, padding)) for tensor in (x, b, c))
+        dt, decay = (functional.pad(tensor, (0, 0, 0, padding)) for tensor in (dt, decay))
 
-    def fold(one: Tensor) -> Tensor:
+    def fold(tensor: Tensor) -> Tensor:
         """(B, Q, groups, ...) -> (M, L, features), where M counts the groups of all chunks."""
-        one = one.reshape(batch * count, chunk, groups, -1).transpose(1, 2)
-        return one.reshape(batch * count * groups, chunk, -1)
+        tensor = tensor.reshape(batch * count, chunk, groups, -1).transpose(1, 2)
+        return tensor.reshape(batch * count * groups, chunk, -1)
 
-    def by_head(one: Tensor) -> Tensor:
+    def by_head(tensor: Tensor) -> Tensor:
         """(M, L, heads per group * D) -> (M, heads per group, L, D)."""
         # Contiguous: the output order of an operation on permuted tensors depends on the device.
-        return one.view(one.shape[0], chunk, per_group, -1).transpose(1, 2).contiguous()
+        return tensor.view(tensor.shape[0], chunk, per_group, -1).transpose(1, 2).contiguous()
 
     b, c = fold(b), fold(c)
     dt, sums = by_head(fold(dt)), by_head(fold(decay)).squeeze(-1).cumsum(-1)
@@ -140,14 +140,14 @@ def gated_delta_scan(
     padding = count * chunk - length
     if padding:
         query, key, value = (
-            functional.pad(one, (0, 0, 0, 0, 0, padding)) for one in (query, key, value)
+            functional.pad(tensor, (0, 0, 0, 0, 0, padding)) for tensor in (query, key, value)
         )
-        decay, beta = (functional.pad(one, (0, 0, 0, padding)) for one in (decay, beta))
+        decay, beta = (functional.pad(tensor, (0, 0, 0, padding)) for tensor in (decay, beta))
 
-    def fold(one: Tensor) -> Tensor:
+    def fold(tensor: Tensor) -> Tensor:
         """(B, Q, heads, D) -> (B * heads, chunks, L, D). Contiguous, so that a compiled recipe
         and its trace agree on views."""
-        return one.transpose(1, 2).reshape(batch * heads, count, chunk, -1).contiguous()
+        return tensor.transpose(1, 2).reshape(batch * heads, count, chunk, -1).contiguous()
 
     query, key, value = fold(query), fold(key), fold(value)
     beta = fold(beta.unsqueeze(-1))

@@ -121,7 +121,7 @@ class Diagnostics:
 
 
 def _launches(output: AsyncStepOutput) -> str:
-    launches = [one.launch for one in output.launches if one.launch is not None]
+    launches = [launch.launch for launch in output.launches if launch.launch is not None]
     return ", ".join(
         f"{phase_name(launch.phase)} {launch.bucket} with {len(launch.req_indices)} requests"
         for launch in launches

@@ -69,8 +69,8 @@ def compress(
         if not torch.accelerator.is_available():
             # llmcompressor 0.14 pins memory even without an accelerator.
             IntermediatesCache.pin_memory = lambda *_: None
-        tokens = [_tokens(tokenizer, one, max_length) for one in samples]
-        data = datasets.Dataset.from_dict({"input_ids": [one for one in tokens if one]})
+        tokens = [_tokens(tokenizer, sample, max_length) for sample in samples]
+        data = datasets.Dataset.from_dict({"input_ids": [token for token in tokens if token]})
         llmcompressor.oneshot(
             model=model,
             recipe=recipe,
@@ -119,11 +119,11 @@ def _check_groups(group_size: int, sizes: dict[str, int]) -> None:
 
 
 def _check_ignored(ignored: Sequence[str], names: list[str]) -> None:
-    for one in ignored:
-        matched = expressions((one,), f"--ignore {one}")
-        if one not in names and not any(matched.first(name) is not None for name in names):
+    for key in ignored:
+        matched = expressions((key,), f"--ignore {key}")
+        if key not in names and not any(matched.first(name) is not None for name in names):
             raise ConfigError(
-                f"--ignore {one} is none of the {len(names)} linear layers, the first is {names[0]}"
+                f"--ignore {key} is none of the {len(names)} linear layers, the first is {names[0]}"
             )
 
 

@@ -197,8 +197,8 @@ class _Fp8:
 def fp8_errors(x: Tensor, scales: Tensor) -> Tensor:
     """(n) float32: for each of `scales` (n), the sum of squared errors of `x` (any shape, on the
     host) when it is rounded to e4m3 with that scale."""
-    codecs = [_Fp8(x.dtype, one) for one in scales]
-    return torch.stack([(one.decode(one.encode(x)) - x).square().sum() for one in codecs])
+    codecs = [_Fp8(x.dtype, scale) for scale in scales]
+    return torch.stack([(codec.decode(codec.encode(x)) - x).square().sum() for codec in codecs])
 
 
 class HpuFp8Format:

@@ -15,7 +15,7 @@ from hpu.runner.input_buffers import InputBuffers
 from hpu.runner.sampler_graphs import SamplerGraph
 from hpu.sampling.draft_rows import NO_TOKEN
 from hpu.sampling.logprobs import TopLogprobs, unpack
-from hpu.spec_decode.device import Rows
+from hpu.spec_decode.device import VerifyBatch
 from hpu.spec_decode.drafts import Drafts
 
 
@@ -97,18 +97,18 @@ class AsyncLaunchOutput:
     """The plan's launch; None in a warm-up."""
     token_counts: list[int] = field(default_factory=list)
     """Tokens per request, with speculation; empty: one token each."""
-    promised: list[tuple[int, list[int]]] = field(default_factory=list)
+    next_drafts: list[tuple[int, list[int]]] = field(default_factory=list)
     """Drafts for the next decode: (index into `req_indices`, tokens), see StepResult.drafts."""
     accepted: Tensor | None = None
     """(at least len(req_indices), 1 + width) on the host, with device speculation: number of
     verified drafts, accepted tokens, NO_TOKEN padding. Read in `to_result`."""
-    num_promised: int = 0
+    num_next_drafts: int = 0
     """Further columns of `accepted`: drafts of the next decode, NO_TOKEN if there is no draft."""
-    promising: list[int] = field(default_factory=list)
+    drafting_next: list[int] = field(default_factory=list)
     """Indices into `req_indices` of the requests whose next drafts are read from these columns."""
     draft_counts: list[int] = field(default_factory=list)
     """Verified drafts per request, from the first column of `accepted`."""
-    occupants: list[int] = field(default_factory=list)
+    slot_generations: list[int] = field(default_factory=list)
     """Generation counter of each sampling request's index when the launch began, with device
     speculation."""
     fill_span_s: tuple[float, float] = (0.0, 0.0)
@@ -158,9 +158,9 @@ class ForwardOutput:
     launch: AsyncLaunchOutput
     drafts: Drafts | None = None
     """Drafts verified by a decode, with speculation on the host."""
-    rows: Rows | None = None
+    rows: VerifyBatch | None = None
     """Rows of a decode, with speculation on a device with its own memory."""
-    promises: bool = False
+    drafts_next: bool = False
     """With `rows`: whether the launch also drafts for the next decode of its requests and returns
     these drafts to the host."""
     num_generated: Integers | None = None
@@ -209,14 +209,14 @@ class AsyncStepOutput:
             num_tokens = len(launch.req_indices)
             if launch.accepted is not None:
                 rows = launch.accepted[:num_tokens].tolist()
-                end = launch.accepted.shape[1] - launch.num_promised
+                end = launch.accepted.shape[1] - launch.num_next_drafts
                 several = [_tokens_of(row[1:end]) for row in rows]
-                promised = [(i, _tokens_of(rows[i][end:])) for i in launch.promising]
-                launch.promised = [(i, tokens) for i, tokens in promised if tokens]
+                next_drafts = [(i, _tokens_of(rows[i][end:])) for i in launch.drafting_next]
+                launch.next_drafts = [(i, tokens) for i, tokens in next_drafts if tokens]
                 launch.draft_counts = [row[0] for row in rows]
-                launch.token_counts = [len(one) for one in several]
-                tokens = torch.tensor([token for one in several for token in one])
-            result.drafts.extend((first_request + i, drafts) for i, drafts in launch.promised)
+                launch.token_counts = [len(output) for output in several]
+                tokens = torch.tensor([token for output in several for token in output])
+            result.drafts.extend((first_request + i, drafts) for i, drafts in launch.next_drafts)
             if launch.token_counts:
                 has_counts = has_counts or max(launch.token_counts) > 1
                 num_tokens = sum(launch.token_counts)

@@ -185,7 +185,7 @@ class BatchState:
         out: PrefillArrays,
     ) -> None:
         """Write the tokens and context blocks of several requests, concatenated in one row."""
-        tokens, column = _behind_each_other(counts)
+        tokens, column = _ragged_indices(counts)
         positions, requests, total = computed[tokens] + column, indices[tokens], len(tokens)
         out.tokens[0, :total] = self._tokens[requests, positions]
         out.tokens[0, total:] = 0
@@ -193,7 +193,7 @@ class BatchState:
         out.positions[0, total:] = 0
         out.slot_mapping[0, :total] = self._slot_mapping(requests, positions)
         out.slot_mapping[0, total:] = np.resize(self._pad_slots, out.tokens.shape[1] - total)
-        blocks, column = _behind_each_other(context_blocks)
+        blocks, column = _ragged_indices(context_blocks)
         out.block_list[0, : len(blocks)] = self._block_tables[indices[blocks], column]
 
     def _fill_padded(
@@ -238,7 +238,7 @@ class BatchState:
         """Write the inputs of a decode with `counts[i]` rows for request i: its last token, then
         its drafts. Advances no request."""
         indices = self._check_live(launch)
-        requests, offsets = _behind_each_other(np.asarray(counts))
+        requests, offsets = _ragged_indices(np.asarray(counts))
         rows = indices[requests]
         positions = self._num_computed_tokens[rows] + offsets
         self._check_blocks(rows, positions + 1)
@@ -264,7 +264,7 @@ class BatchState:
         indices = self._check_live(launch)
         n, batch, total = len(indices), len(out.req_indices), len(out.block_list)
         counts = self._num_blocks[indices]
-        groups, columns = _behind_each_other(counts)
+        groups, columns = _ragged_indices(counts)
         num_blocks = len(groups)
         if n > batch or num_blocks > total:
             raise RuntimeError(f"{n} requests over {num_blocks} blocks do not fit {launch.bucket}")
@@ -312,7 +312,7 @@ class BatchState:
     def num_row_blocks(self, req_indices: list[int], counts: list[int]) -> int:
         """Total KV blocks read by the rows of `fill_rows`."""
         indices = np.asarray(req_indices, np.int64)
-        requests, offsets = _behind_each_other(np.asarray(counts))
+        requests, offsets = _ragged_indices(np.asarray(counts))
         positions = self._num_computed_tokens[indices[requests]] + offsets
         return int((positions // self.block_size + 1).sum())
 
@@ -342,7 +342,7 @@ class BatchState:
         self._num_computed_tokens[req_index] += len(tokens)
         self._num_tokens[req_index] += len(tokens)
 
-    def set_known(self, req_index: int, num_tokens: int, last_tokens: Tokens) -> None:
+    def set_sampled(self, req_index: int, num_tokens: int, last_tokens: Tokens) -> None:
         """Set a request's token count and newest tokens; all tokens but the last one count as
         computed.
 
@@ -362,7 +362,7 @@ class BatchState:
         # One entry per block, grouped by request:
         #   groups   0  0  0  1  1  2
         #   columns  0  1  2  0  1  0      the block's column in its request's block table
-        groups, columns = _behind_each_other(used)
+        groups, columns = _ragged_indices(used)
         ends = np.cumsum(used)
         blocks = self._block_tables[indices[groups], columns]
         num_blocks = int(blocks.max()) + 1 if self.contiguous else len(blocks)
@@ -525,7 +525,7 @@ class BatchState:
         return sampling_list
 
 
-def _behind_each_other(counts: Integers) -> tuple[Integers, Integers]:
+def _ragged_indices(counts: Integers) -> tuple[Integers, Integers]:
     """Ragged indices: for counts 2, 3 the group of each item (0 0 1 1 1) and its index in the group
     (0 1 0 1 2)."""
     groups = np.repeat(np.arange(len(counts)), counts)

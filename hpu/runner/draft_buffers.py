@@ -8,7 +8,7 @@ from hpu.backends.base import Backend
 from hpu.layers.metadata import DecodeAttentionInputs
 from hpu.protocol import Bucket
 from hpu.runner.input_buffers import Array, HiddenBuffers, InputBuffers, LaunchTensors
-from hpu.spec_decode.device import DraftInputs, Rows
+from hpu.spec_decode.device import DraftInputs, VerifyBatch
 
 
 class DraftArrays(NamedTuple):
@@ -27,7 +27,7 @@ class DraftArrays(NamedTuple):
     num_tokens: Array | None = None
     """(B,): number of tokens of each request; only on pipeline stages before the last."""
     last_tokens: Array | None = None
-    """(B, width): newest tokens of each request (see KnownTokens); only on pipeline stages before
+    """(B, width): newest tokens of each request (see SampledTokens); only on pipeline stages before
     the last."""
     drafts: Array | None = None
     """(B, width - 1): drafts to verify, padded with NO_TOKEN, if the plan contains them."""
@@ -118,7 +118,7 @@ class DraftBuffers(InputBuffers):
     def capture_inputs(self) -> tuple[Tensor, ...]:
         return self._own
 
-    def set_rows(self, rows: Rows) -> None:
+    def set_rows(self, rows: VerifyBatch) -> None:
         """Copy the launch's rows to the model's input tensors. Tokens are skipped on a pipeline
         stage that receives hidden states."""
         first = 0 if self._hidden_buffers is None else 1

@@ -18,7 +18,7 @@ from hpu.layers.metadata import AttentionInputs
 from hpu.protocol import Bucket
 from hpu.runner.counters import Counters, phase_name
 from hpu.runner.input_buffers import BaseInputBuffers
-from hpu.runner.parted_forward import PartedForward
+from hpu.runner.piecewise_forward import PiecewiseForward
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class GraphCache:
 
     def _capture(self, inputs: BaseInputBuffers[Any]) -> Graph | None:
         try:
-            if isinstance(self._forward, PartedForward):
+            if isinstance(self._forward, PiecewiseForward):
                 graph: Graph = self._forward.capture(inputs)
             else:
                 function = partial(_forward_flat, self._forward, inputs)

@@ -26,9 +26,9 @@ from hpu.protocol import (
     PREFILL,
     Bucket,
     GrammarMasks,
-    KnownTokens,
     Launch,
     RequestSampling,
+    SampledTokens,
     StepPlan,
     StepResult,
 )
@@ -55,7 +55,7 @@ from hpu.runner.sampler_graphs import SamplerGraphs
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import MAX_PACKED, TopLogprobs, pack, top_logprobs
 from hpu.sampling.sampler import Sampler, SamplerOutput
-from hpu.spec_decode.device import DeviceSpeculation, Rows
+from hpu.spec_decode.device import DeviceSpeculation, VerifyBatch
 from hpu.spec_decode.drafts import Drafts
 from hpu.spec_decode.launch_costs import LaunchCosts, measure
 from hpu.spec_decode.speculation import Speculation
@@ -118,7 +118,7 @@ class ModelRunner(StepRunner):
         """Decodes in flight per request, with device speculation."""
         self._planned: dict[int, list[int]] | None = None
         """Drafts of the plan's decodes by request index, if the plan contains them."""
-        self._occupants = np.zeros(batch_state.max_num_reqs + 1, np.int64)
+        self._slot_generations = np.zeros(batch_state.max_num_reqs + 1, np.int64)
         """Generation counter of each request index: the result of a decode can arrive after its
         index was reused by another request."""
         self._link = link
@@ -262,9 +262,11 @@ class ModelRunner(StepRunner):
         # Kept until the device is done, because it reads and writes their host tensors.
         output.launches.append(self._finish(forward, output))
         speculation = self._device_speculation
-        if isinstance(inputs, DraftBuffers) and speculation and speculation.has_two_ways:
-            promising = self._forward_drafts(inputs, [self.dummy_req_index], (), promises=True)
-            output.launches.append(self._finish(promising, output))
+        if isinstance(inputs, DraftBuffers) and speculation and speculation.drafts_at_either_end:
+            drafting_next = self._forward_drafts(
+                inputs, [self.dummy_req_index], (), drafts_next=True
+            )
+            output.launches.append(self._finish(drafting_next, output))
         self._backend.synchronize()
         return forward.hidden if self._link.stage.size == 1 else None
 
@@ -306,14 +308,14 @@ class ModelRunner(StepRunner):
     def _count_accepted(self, launch: AsyncLaunchOutput) -> None:
         """Advance requests by the accepted tokens of a decode, once the host has them."""
         assert self._device_speculation is not None
-        for req_index, count, num_drafts, occupant in zip(
+        for req_index, count, num_drafts, slot_generation in zip(
             launch.req_indices,
             launch.token_counts,
             launch.draft_counts,
-            launch.occupants,
+            launch.slot_generations,
             strict=True,
         ):
-            if occupant == self._occupants[req_index]:
+            if slot_generation == self._slot_generations[req_index]:
                 self._batch_state.advance_decode(req_index, count)
                 self._sampler.advance(req_index, count)
                 self._num_pending[req_index] -= 1
@@ -350,7 +352,7 @@ class ModelRunner(StepRunner):
             self._batch_state.move_blocks(plan.moved_from, plan.moved_to)
         for new in plan.new_requests:
             tokens = self._batch_state.add_request(new)
-            self._occupants[new.req_index] += 1
+            self._slot_generations[new.req_index] += 1
             self._num_pending[new.req_index] = 0
             if self._images is not None:
                 self._images.inputs.add_request(new, tokens)
@@ -368,7 +370,7 @@ class ModelRunner(StepRunner):
         if self._images is not None:
             self._images.encode(plan)
         if plan.known is not None:
-            self._take_known(plan.launches, plan.known)
+            self._apply_sampled(plan.launches, plan.known)
         self._set_bitmasks(plan.masked_requests, plan.masks, plan.mask_counts)
         for req_index, block in zip(plan.grown_requests, plan.grown_blocks, strict=True):
             self._batch_state.append_blocks(req_index, [block])
@@ -386,14 +388,14 @@ class ModelRunner(StepRunner):
             self._dirty_blocks -= dirty
             self._cache.scrub(sorted(dirty))
 
-    def _take_known(self, launches: list[Launch], known: KnownTokens) -> None:
+    def _apply_sampled(self, launches: list[Launch], known: SampledTokens) -> None:
         """Store the tokens sampled by the last pipeline stage, and the drafts that the decodes
         verify."""
         decodes = [i for launch in launches if launch.phase == DECODE for i in launch.req_indices]
         if not self._samples:
             tokens = np.frombuffer(known.last_tokens, "<u4").reshape(len(decodes), -1)
             for req_index, count, last in zip(decodes, known.num_tokens, tokens, strict=True):
-                self._batch_state.set_known(req_index, count, last)
+                self._batch_state.set_sampled(req_index, count, last)
         if self._device_speculation is None or self._device_speculation.plans_drafts:
             self._planned = dict(zip(decodes, known.drafts, strict=True))
 
@@ -433,7 +435,7 @@ class ModelRunner(StepRunner):
         arrays = inputs.host_arrays()
         targets: list[PromptTargets] = []
         num_generated = None
-        occupants: list[int] = []
+        slot_generations: list[int] = []
         if not launch.req_indices:
             self._batch_state.fill_dummy(arrays)
             sampling = []
@@ -454,7 +456,7 @@ class ModelRunner(StepRunner):
             if self._samples:
                 num_generated = self._sampler.num_generated(sampling) + num_pending
                 self._num_pending[sampling] += 1
-                occupants = self._occupants[sampling].tolist()
+                slot_generations = self._slot_generations[sampling].tolist()
         else:
             sampling = launch.req_indices
             self._batch_state.fill_decode(launch, arrays)
@@ -469,7 +471,7 @@ class ModelRunner(StepRunner):
         forward.launch.launch, forward.launch.fill_span_s = launch, (start, filled)
         forward.prompt_targets = targets
         forward.num_generated = num_generated
-        forward.launch.occupants = occupants
+        forward.launch.slot_generations = slot_generations
         return forward
 
     def _fill_images(self, launch: Launch, arrays: PrefillArrays | DecodeArrays) -> None:
@@ -546,8 +548,8 @@ class ModelRunner(StepRunner):
             tokens: input tokens of a decode; None: the last sampled tokens.
         """
         if isinstance(inputs, DraftBuffers):
-            promises = any(map(self._sampler.has_grammar, sampling))
-            return self._forward_drafts(inputs, sampling, req_indices, promises=promises)
+            drafts_next = any(map(self._sampler.has_grammar, sampling))
+            return self._forward_drafts(inputs, sampling, req_indices, drafts_next=drafts_next)
         stage = self._link.stage
         start = self._backend.event()
         if hidden is None:
@@ -585,7 +587,7 @@ class ModelRunner(StepRunner):
         sampling: list[int],
         req_indices: Sequence[int],
         *,
-        promises: bool,
+        drafts_next: bool,
     ) -> ForwardOutput:
         """Run a decode whose rows are computed on the device, with logits for all rows. Every
         pipeline stage computes the same rows.
@@ -601,10 +603,10 @@ class ModelRunner(StepRunner):
         if inputs.known is not None:
             self._device_speculation.learn(inputs.draft_inputs.req_indices, *inputs.known)
         if inputs.planned_drafts is not None:
-            promises = True
+            drafts_next = True
             self._device_speculation.plan(inputs.draft_inputs.req_indices, inputs.planned_drafts)
         rows = self._device_speculation.prepare(
-            inputs.draft_inputs, inputs.bucket, from_promised=promises
+            inputs.draft_inputs, inputs.bucket, from_next_drafts=drafts_next
         )
         inputs.set_rows(rows)
         self._backend.mark_step()
@@ -622,7 +624,7 @@ class ModelRunner(StepRunner):
         num_logprobs = self._batch_state.num_logprobs[sampling].tolist()
         launch = AsyncLaunchOutput(sampling, num_logprobs, start)
         return ForwardOutput(
-            inputs, hidden, None, logits, None, launch, rows=rows, promises=promises
+            inputs, hidden, None, logits, None, launch, rows=rows, drafts_next=drafts_next
         )
 
     def _run_model(
@@ -659,7 +661,7 @@ class ModelRunner(StepRunner):
         done, req_indices = forward.launch, forward.inputs.req_indices
         graph = forward.sampler_graph
         if graph is not None:
-            params, done.pinned = self._sampler.begin_whole(
+            params, done.pinned = self._sampler.begin_fused(
                 done.req_indices, graph.stages, len(req_indices)
             )
             tokens, following = graph.run(forward.hidden, params)
@@ -690,9 +692,9 @@ class ModelRunner(StepRunner):
             assert done.tokens is not None, "the host's memory is the device's"
             for req_index, token in zip(done.req_indices, done.tokens.tolist(), strict=False):
                 self._batch_state.set_last_token(req_index, token)
-            done.promised = self._speculation.promise(done.req_indices)
+            done.next_drafts = self._speculation.draft_next(done.req_indices)
 
-    def _accept(self, forward: ForwardOutput, rows: Rows) -> None:
+    def _accept(self, forward: ForwardOutput, rows: VerifyBatch) -> None:
         """Sample a decode's rows on the device, and start the copy of the accepted tokens."""
         assert self._device_speculation is not None and forward.logits is not None
         done, inputs = forward.launch, forward.inputs
@@ -711,16 +713,16 @@ class ModelRunner(StepRunner):
         if limits is not None:
             rows = self._device_speculation.limit(rows, limits)
         accepted, tokens = self._device_speculation.accept(rows, sampled.tokens, req_indices)
-        if forward.promises:
-            accepted = self._device_speculation.promise(
+        if forward.drafts_next:
+            accepted = self._device_speculation.draft_next(
                 accepted, inputs.draft_inputs, inputs.bucket
             )
-            done.num_promised = self._device_speculation.num_promised
+            done.num_next_drafts = self._device_speculation.num_next_drafts
             plans = self._device_speculation.plans_drafts
-            done.promising = [
+            done.drafting_next = [
                 i
-                for i, one in enumerate(done.req_indices)
-                if plans or self._sampler.has_grammar(one)
+                for i, req_index in enumerate(done.req_indices)
+                if plans or self._sampler.has_grammar(req_index)
             ]
         if append is not None:
             append(tokens)
@@ -744,7 +746,7 @@ class ModelRunner(StepRunner):
         for req_index, tokens in zip(drafts.req_indices, verified.tokens, strict=True):
             self._batch_state.append_tokens(req_index, tokens)
             last_tokens.append([max(tokens[-1], 0)])
-        done.promised = self._speculation.promise(drafts.req_indices)
+        done.next_drafts = self._speculation.draft_next(drafts.req_indices)
         if verified.logprobs is not None:
             num_logprobs = self._batch_state.num_logprobs[drafts.req_indices]
             done.num_logprobs = np.repeat(num_logprobs, done.token_counts).tolist()

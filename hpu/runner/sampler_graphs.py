@@ -25,7 +25,7 @@ class SamplerGraph(NamedTuple):
     def run(self, hidden: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
         """Sample a decode. Returns (B,) tokens (see SamplerOutput) and (B, 1) input tokens of the
         next decode, both valid until the next run. `hidden`: (B, 1, hidden); `params`: from
-        Sampler.begin_whole."""
+        Sampler.begin_fused."""
         # The runtime copies an input that a graph does not read.
         inputs = (hidden, params) if self.stages.draw else (hidden,)
         tokens, following = self.graph.replay(*inputs)
@@ -61,7 +61,7 @@ class SamplerGraphs:
         graph."""
         if bucket[0] != DECODE or not self._backend.rebinds_inputs:
             return None
-        stages = self._sampler.stages_of_whole(req_indices)
+        stages = self._sampler.fusable_stages(req_indices)
         if stages is None:
             return None
         width = bucket[1]

@@ -207,7 +207,7 @@ class SamplingColumns:
         self._logit_bias.pop(req_index, None)
         self._end_tokens.pop(req_index, None)
 
-    def need_no_stage(self, req_indices: list[int]) -> bool:
+    def all_plain_greedy(self, req_indices: list[int]) -> bool:
         """Whether the argmax of the raw logits is sufficient for all these requests."""
         return not self._not_argmax or self._not_argmax.isdisjoint(req_indices)
 

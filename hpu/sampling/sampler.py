@@ -287,7 +287,7 @@ class Sampler:
         """Whether the argmax of the logits is sufficient for these requests, so that the model may
         compute it without `sample`. Always False with static shapes, where all requests share a
         compiled path."""
-        return not self._static_shapes and self._columns.need_no_stage(req_indices)
+        return not self._static_shapes and self._columns.all_plain_greedy(req_indices)
 
     def greedy(self, logits: Tensor) -> Tensor:
         """(B,) tokens of `logits` (B, V) for requests that are `all_greedy`, see
@@ -298,7 +298,7 @@ class Sampler:
 
     def takes_argmax(self, req_index: int) -> bool:
         """Whether the argmax of the logits is sufficient for a request in every step."""
-        return self._columns.need_no_stage([req_index])
+        return self._columns.all_plain_greedy([req_index])
 
     def sample(self, logits: Tensor, req_indices: list[int]) -> SamplerOutput:
         """Sample a token per request from the first rows of `logits` (B, V); the remaining rows are
@@ -312,24 +312,24 @@ class Sampler:
             return self._sample_static(logits, launch, self._static)
         return self._sample_exact(logits, launch)
 
-    def stages_of_whole(self, req_indices: list[int]) -> Stages | None:
+    def fusable_stages(self, req_indices: list[int]) -> Stages | None:
         """Stages of a launch that `whole` can sample in a single function; None if impossible."""
         if self._static is None:
             return None
-        if self._columns.need_no_stage(req_indices):
+        if self._columns.all_plain_greedy(req_indices):
             return _NO_STAGES
         stages = self._stages(req_indices, np.array(req_indices, dtype=np.int64))
         return None if self._static.whole(stages) is None else stages
 
     def whole(self, stages: Stages) -> TokensOf:
         """The whole sampler for a launch with these stages, as a pure function: (B, V) logits, and
-        the parameters of `begin_whole` if it draws, to (B,) tokens (see SamplerOutput)."""
+        the parameters of `begin_fused` if it draws, to (B,) tokens (see SamplerOutput)."""
         assert self._static is not None, "shapes follow the requests"
         function = self._static.whole(stages)
         assert function is not None, f"no function samples {stages}"
         return function
 
-    def whole_greedy(self, logits: Tensor) -> Tensor:
+    def fused_greedy(self, logits: Tensor) -> Tensor:
         """Greedy sampling as a pure function that can be captured or compiled (see `greedy`)."""
         return self.whole(_NO_STAGES)(logits)
 
@@ -337,7 +337,7 @@ class Sampler:
         """Parameters on the device for launches of `width`."""
         return self._inputs(width).param_columns.device
 
-    def begin_whole(
+    def begin_fused(
         self, req_indices: list[int], stages: Stages, width: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Upload the parameters of a launch that `whole` samples. Returns `params` and the host
@@ -438,7 +438,7 @@ class Sampler:
         return SamplerOutput(tokens, logprobs, tuple(pinned))
 
     def _stages(self, req_indices: list[int], indices: npt.NDArray[np.int64]) -> Stages:
-        if self._columns.need_no_stage(req_indices):
+        if self._columns.all_plain_greedy(req_indices):
             return _NO_STAGES
         stages = self._columns.stages(indices)
         return stages.merged() if self._static_shapes else stages
@@ -596,8 +596,8 @@ class Sampler:
         if stages.counts:
             counts = self._tables["counts"]
             # Adds 0 for requests without counts: the neutral row stays neutral.
-            one = ((tokens >= 0) & (rows.counts < len(counts) - 1)).float()
-            counts.index_put_((rows.counts, tokens.clamp(min=0)), one, accumulate=True)
+            increments = ((tokens >= 0) & (rows.counts < len(counts) - 1)).float()
+            counts.index_put_((rows.counts, tokens.clamp(min=0)), increments, accumulate=True)
         if stages.words:
             table = self._tables["last_tokens"]
             last_tokens = table.index_select(0, rows.last_tokens)[:, 1:]
@@ -621,7 +621,7 @@ class _Columns:
         self._sets = [
             backend.zeros((count * width,), dtype) for _ in range(1 + backend.rebinds_inputs)
         ]
-        self._columns = [torch.split(one, width) for one in self._sets]
+        self._columns = [torch.split(column_set, width) for column_set in self._sets]
         self._host = self._sets[0]
 
     @property

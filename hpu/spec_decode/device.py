@@ -51,7 +51,7 @@ class DraftInputs(NamedTuple):
     """(B * (1 + max_drafts),): slots of the pad block."""
 
 
-class ReadRows(NamedTuple):
+class DraftBatch(NamedTuple):
     """Inputs of a launch with W rows per request and the blocks that the rows read: M = W * B rows
     and W * N blocks."""
 
@@ -68,7 +68,7 @@ class ReadRows(NamedTuple):
     block_usage: Tensor
 
 
-class Rows(NamedTuple):
+class VerifyBatch(NamedTuple):
     """Inputs of a verifying launch: R = B * (1 + max_drafts) rows, N' = N * (1 + max_drafts)
     blocks."""
 
@@ -108,7 +108,7 @@ class DeviceDrafter(Protocol):
         ...
 
     def draft(
-        self, bucket: Bucket, first: ReadRows, follow: Callable[[Tensor], ReadRows]
+        self, bucket: Bucket, first: DraftBatch, follow: Callable[[Tensor], DraftBatch]
     ) -> Tensor:
         """Return (B, K) drafts that follow the rows of `first`. `follow` maps drafts (B,) to the
         inputs of the next launch, which has one row per request."""
@@ -140,7 +140,7 @@ class DeviceSpeculation:
         self.lookback = 0 if drafter is None else lookback(drafter.shift, drafter.num_rows)
         """Distance from the last known token back to the first position that a launch computes."""
         self._drafter = drafter
-        self.num_promised = method.max_drafts
+        self.num_next_drafts = method.max_drafts
         """Number of draft columns that follow the accepted tokens."""
         self.plans_drafts = plans_drafts
         self.counts = counts
@@ -164,11 +164,11 @@ class DeviceSpeculation:
         self._search = search
         self._prepare = compiled(_Prepare(search, max_model_len, places))
         if drafter is None:
-            self._promise = compiled(_Promise(search, max_model_len))
+            self._draft_next = compiled(_DraftNext(search, max_model_len))
         else:
             drafter.read_text(self.prompt_tokens)
             self._verified = compiled(_Verified(places))
-            self._promised = compiled(_promised)
+            self._next_drafts = compiled(_next_drafts)
             self._follow = compiled(_Follow(places))
             self._begin = compiled(_Begin(method.max_drafts, max_model_len, drafter, places))
         self._accept = backend.compiled(_Accept(self.width, max_model_len, self._scratch))
@@ -227,7 +227,7 @@ class DeviceSpeculation:
         return taken
 
     @property
-    def has_two_ways(self) -> bool:
+    def drafts_at_either_end(self) -> bool:
         """Whether drafts can be made either at the start of a launch or at the end of the
         previous launch."""
         return self._drafter is not None and not self.plans_drafts
@@ -238,12 +238,14 @@ class DeviceSpeculation:
         self._search.keep(req_indices, drafts, self._num_tokens.index_select(0, req_indices))
         self._backend.mark_step()
 
-    def prepare(self, inputs: DraftInputs, bucket: Bucket, *, from_promised: bool) -> Rows:
-        """Inputs of a launch in `bucket`. With `from_promised` it verifies the drafts that the
+    def prepare(
+        self, inputs: DraftInputs, bucket: Bucket, *, from_next_drafts: bool
+    ) -> VerifyBatch:
+        """Inputs of a launch in `bucket`. With `from_next_drafts` it verifies the drafts that the
         end of the previous launch made; otherwise a drafter drafts now. A search ignores the
         flag, because it finds the same drafts again."""
-        rows: Rows
-        if self._drafter is None or from_promised:
+        rows: VerifyBatch
+        if self._drafter is None or from_next_drafts:
             searched = self._search.tensors
             rows = self._prepare(self._history, self._num_tokens, *inputs, *searched)
         else:
@@ -259,9 +261,9 @@ class DeviceSpeculation:
         position, left = last - drafter.shift, num_drafts
         self._backend.mark_step()
 
-        def follow(drafts: Tensor) -> ReadRows:
+        def follow(drafts: Tensor) -> DraftBatch:
             nonlocal position, left
-            read: ReadRows
+            read: DraftBatch
             read, position, left = self._follow(position, left, drafts, *inputs)
             return read
 
@@ -276,7 +278,9 @@ class DeviceSpeculation:
         """Append a sampled token to each request: `tokens` (B,); -1 is stored as 0."""
         self._write(*self._append(self._num_tokens, req_indices, tokens), req_indices)
 
-    def accept(self, rows: Rows, sampled: Tensor, req_indices: Tensor) -> tuple[Tensor, Tensor]:
+    def accept(
+        self, rows: VerifyBatch, sampled: Tensor, req_indices: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Accept drafts that agree with the `sampled` (R,) tokens, and append the accepted tokens
         to the requests. Returns (B, 2 + max_drafts): the number of drafts, then the accepted
         tokens, padded with NO_TOKEN; and the same tensor without the first column."""
@@ -288,25 +292,25 @@ class DeviceSpeculation:
         self._write(index, values, lengths, req_indices)
         return accepted, tokens
 
-    def limit(self, rows: Rows, limits: Tensor) -> Rows:
+    def limit(self, rows: VerifyBatch, limits: Tensor) -> VerifyBatch:
         """Copy of `rows` with at most `limits` (B,) drafts per request."""
         return rows._replace(num_drafts=self._limit(rows.num_drafts, limits))
 
-    def promise(self, accepted: Tensor, inputs: DraftInputs, bucket: Bucket) -> Tensor:
+    def draft_next(self, accepted: Tensor, inputs: DraftInputs, bucket: Bucket) -> Tensor:
         """Make the drafts of the next launch. Returns the first result of `accept`, followed by
-        drafts (B, `num_promised`), padded with NO_TOKEN; `prepare` will verify these drafts.
+        drafts (B, `num_next_drafts`), padded with NO_TOKEN; `prepare` will verify these drafts.
         `inputs`: inputs of the launch in `bucket` that accepted the tokens."""
-        promised: Tensor
+        next_drafts: Tensor
         if self._drafter is None:
-            promised, drafts, lengths = self._promise(
+            next_drafts, drafts, lengths = self._draft_next(
                 self._history, self._num_tokens, accepted, inputs.req_indices, *self._search.tensors
             )
         else:
             _, drafts, num_drafts, last = self._draft(self._drafter, inputs, bucket)
-            promised, drafts, lengths = self._promised(accepted, drafts, num_drafts, last)
+            next_drafts, drafts, lengths = self._next_drafts(accepted, drafts, num_drafts, last)
         self._search.keep(inputs.req_indices, drafts, lengths)
         self._backend.mark_step()
-        return promised
+        return next_drafts
 
     def _write(self, index: Tensor, values: Tensor, lengths: Tensor, req_indices: Tensor) -> None:
         self._history.index_copy_(0, index, values)
@@ -344,7 +348,7 @@ class _Places:
 
     def rows(
         self, given: DraftInputs, tokens: Tensor, positions: Tensor, is_valid: Tensor
-    ) -> ReadRows:
+    ) -> DraftBatch:
         """Inputs for `tokens` at `positions`, both (W, B); padding where `is_valid` is false."""
         width, batch = positions.shape
         positions = torch.where(is_valid, positions, 0)
@@ -355,7 +359,7 @@ class _Places:
         usage = positions.index_select(1, groups) - given.block_starts + 1
         is_read = is_valid.to(positions.dtype).index_select(1, groups) > 0
         is_read = is_read & (usage > 0) & (given.block_groups >= 0)
-        return ReadRows(
+        return DraftBatch(
             tokens.reshape(-1, 1),
             positions.reshape(-1, 1),
             slots.reshape(-1),
@@ -392,14 +396,14 @@ class _Verified:
 
     def __call__(
         self, newest: Tensor, drafts: Tensor, num_drafts: Tensor, last: Tensor, *inputs: Tensor
-    ) -> Rows:
+    ) -> VerifyBatch:
         """`newest` (B, 1): last known tokens. `last` (B,): their positions."""
         given = DraftInputs(*inputs)
         tokens = torch.cat((newest, drafts), dim=1)
         offsets = torch.arange(tokens.shape[1], dtype=last.dtype, device=last.device).unsqueeze(1)
         is_valid = offsets <= num_drafts
         read = self._places.rows(given, tokens.t(), last + offsets, is_valid)
-        return Rows(*read, drafts, num_drafts, last, last - given.lows)
+        return VerifyBatch(*read, drafts, num_drafts, last, last - given.lows)
 
 
 class _Prepare:
@@ -413,7 +417,7 @@ class _Prepare:
         self._max_len = max_len
         self._verified = _Verified(places)
 
-    def __call__(self, history: Tensor, num_tokens: Tensor, *inputs: Tensor) -> Rows:
+    def __call__(self, history: Tensor, num_tokens: Tensor, *inputs: Tensor) -> VerifyBatch:
         """`inputs`: the fields of DraftInputs, then the tensors of the search."""
         inputs, searched = inputs[: len(DraftInputs._fields)], inputs[len(DraftInputs._fields) :]
         given = DraftInputs(*inputs)
@@ -442,7 +446,7 @@ class _Begin:
 
     def __call__(
         self, history: Tensor, num_tokens: Tensor, *inputs: Tensor
-    ) -> tuple[ReadRows, Tensor, Tensor, Tensor]:
+    ) -> tuple[DraftBatch, Tensor, Tensor, Tensor]:
         """Returns the launch inputs, the last positions (B,), the tokens there (B, 1), and the
         number of drafts (B,)."""
         given = DraftInputs(*inputs)
@@ -472,7 +476,7 @@ class _Follow:
 
     def __call__(
         self, position: Tensor, left: Tensor, drafts: Tensor, *inputs: Tensor
-    ) -> tuple[ReadRows, Tensor, Tensor]:
+    ) -> tuple[DraftBatch, Tensor, Tensor]:
         """`position` (B,): positions of the previous launch; `left` (B,): drafts that were left to
         make then. Returns the launch inputs and both values for this launch."""
         position, left = position + 1, left - 1
@@ -528,7 +532,7 @@ def _limit(num_drafts: Tensor, limits: Tensor) -> Tensor:
     return torch.minimum(num_drafts, limits)
 
 
-def _promised(
+def _next_drafts(
     accepted: Tensor, drafts: Tensor, count: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Concatenate `accepted` with the first `count` (B,) of the `drafts` that follow the positions
@@ -539,11 +543,11 @@ def _promised(
     return torch.cat((accepted, drafts), dim=1), drafts, last + 1
 
 
-class _Promise:
+class _DraftNext:
     """Searches for the next drafts. Returns the accepted tokens followed by the drafts, the
     drafts, and the number of known tokens before the drafts (B,)."""
 
-    __name__ = "promise"
+    __name__ = "draft_next"
 
     def __init__(self, search: TextSearch, max_len: int) -> None:
         self._search = search
@@ -560,7 +564,7 @@ class _Promise:
         lengths = num_tokens.index_select(0, requests)
         known = history.view(-1, self._max_len).index_select(0, requests)
         drafts, count = self._search(known, lengths - 1, requests, *searched)
-        return _promised(accepted, drafts, count, lengths - 1)
+        return _next_drafts(accepted, drafts, count, lengths - 1)
 
 
 class _Learn:

@@ -99,10 +99,10 @@ class SuffixSearch:
             is_better = others[2] > score + ROUNDING
             drafts = torch.where(is_better.unsqueeze(1), others[0], drafts)
             count = torch.where(is_better, others[1], count)
-        stored, is_promised = self._kept.find(last, req_indices, *kept)
-        drafts = torch.where(is_promised.unsqueeze(1), stored, drafts)
+        stored, is_next_draft = self._kept.find(last, req_indices, *kept)
+        drafts = torch.where(is_next_draft.unsqueeze(1), stored, drafts)
         num_stored = (stored != NO_TOKEN).sum(1, dtype=count.dtype)
-        return drafts.clamp(min=0), torch.where(is_promised, num_stored, count)
+        return drafts.clamp(min=0), torch.where(is_next_draft, num_stored, count)
 
     def _follow(
         self, text: Tensor, is_end: Tensor, recent: Tensor

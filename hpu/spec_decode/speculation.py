@@ -61,11 +61,11 @@ class Speculation:
         lengths: DraftLengths,
         counts: AcceptanceCounts,
         *,
-        promises_all: bool = False,
+        drafts_all_ahead: bool = False,
     ) -> None:
-        """`promises_all`: choose the drafts of all requests ahead of their decode, not only of
+        """`drafts_all_ahead`: choose the drafts of all requests ahead of their decode, not only of
         requests with a grammar; the plan of the decode sends the drafts back."""
-        self._promises_all = promises_all
+        self._drafts_all_ahead = drafts_all_ahead
         self._proposer = proposer
         self._histories = histories
         self._sampler = sampler
@@ -73,7 +73,7 @@ class Speculation:
         self.lengths = lengths
         self._masked: set[int] = set()
         """Requests with a grammar, by index."""
-        self._promised: dict[int, Proposal] = {}
+        self._next_drafts: dict[int, Proposal] = {}
         """Drafts that the engine was told to expect in the next decode, by request with a grammar.
         """
         self._bitmasks: dict[int, Bitmasks] = {}
@@ -99,7 +99,7 @@ class Speculation:
         self._proposer.remove_request(req_index)
         self.lengths.remove_request(req_index)
         self._masked.discard(req_index)
-        self._promised.pop(req_index, None)
+        self._next_drafts.pop(req_index, None)
         self._bitmasks.pop(req_index, None)
 
     def set_bitmasks(self, req_index: int, bitmasks: Bitmasks) -> None:
@@ -107,13 +107,13 @@ class Speculation:
         and for the token after each of its first drafts. See Sampler.set_bitmasks."""
         self._bitmasks[req_index] = bitmasks
 
-    def promise(self, req_indices: Sequence[int]) -> list[tuple[int, list[int]]]:
+    def draft_next(self, req_indices: Sequence[int]) -> list[tuple[int, list[int]]]:
         """Choose the drafts of the next decode now, for requests with a grammar (with
-        `promises_all` for all requests), after the tokens of the launch were appended to their
+        `drafts_all_ahead` for all requests), after the tokens of the launch were appended to their
         histories. Returns (index in `req_indices`, drafts). The next decode of these requests
         verifies exactly these drafts, so that the engine can compute bitmasks meanwhile, and inform
         other pipeline stages."""
-        if self._promises_all:
+        if self._drafts_all_ahead:
             self.lengths.begin_launch(len(req_indices))
             asked = list(req_indices)
         elif self._masked.isdisjoint(req_indices):
@@ -123,14 +123,14 @@ class Speculation:
         found = self._propose(asked, len(req_indices))
         proposals = [found.get(req_index, NOTHING) for req_index in req_indices]
         counts = self.lengths.choose(req_indices, proposals)
-        promised = []
+        next_drafts = []
         for i, (req_index, count) in enumerate(zip(req_indices, counts, strict=True)):
             if count:
                 proposal = proposals[i]._replace(tokens=proposals[i].tokens[:count])
-                if not self._promises_all:
-                    self._promised[req_index] = proposal
-                promised.append((i, proposal.tokens))
-        return promised
+                if not self._drafts_all_ahead:
+                    self._next_drafts[req_index] = proposal
+                next_drafts.append((i, proposal.tokens))
+        return next_drafts
 
     def draft(self, launch: Launch) -> Drafts:
         """Drafts that a decode verifies."""
@@ -139,7 +139,7 @@ class Speculation:
         free = [index for index in req_indices if index not in self._masked]
         found = self._propose(free, len(req_indices))
         for index in self._masked.intersection(req_indices):
-            found[index] = self._promised.pop(index, NOTHING)
+            found[index] = self._next_drafts.pop(index, NOTHING)
         proposals = [found.get(req_index, NOTHING) for req_index in req_indices]
         chosen = self.lengths.choose(req_indices, proposals)
         pairs = zip(proposals, chosen, strict=True)

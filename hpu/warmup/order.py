@@ -93,10 +93,10 @@ def _cover(buckets: list[Bucket]) -> list[Bucket]:
 def _largest(buckets: list[Bucket]) -> list[Bucket]:
     """The buckets that do not fit into a larger bucket."""
 
-    def fits(one: Bucket, other: Bucket) -> bool:
-        return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+    def fits(bucket: Bucket, other: Bucket) -> bool:
+        return bucket != other and all(a <= b for a, b in zip(bucket, other, strict=True))
 
-    return [one for one in buckets if not any(fits(one, other) for other in buckets)]
+    return [bucket for bucket in buckets if not any(fits(bucket, other) for other in buckets)]
 
 
 def order_buckets(buckets: Sequence[Bucket], strategy: str, block_size: int) -> list[Bucket]:

@@ -100,7 +100,7 @@ class Warmup:
         batch."""
 
     @property
-    def num_later(self) -> int:
+    def num_deferred(self) -> int:
         """Buckets that `prepare_next` has yet to prepare."""
         return len(self._background)
 
@@ -144,7 +144,7 @@ class Warmup:
         self._graphs.stage = "warmup"
         fits = self._prepare(bucket)
         self._start_serving()
-        logger.info("Warm-up between requests: %s, %d buckets to come", bucket, self.num_later)
+        logger.info("Warm-up between requests: %s, %d buckets to come", bucket, self.num_deferred)
         if not self._background:
             self._log_not_captured(self._left_out)
         return [bucket] if fits else []
@@ -312,7 +312,7 @@ class Warmup:
     ) -> list[tuple[Bucket, tuple[RequestSampling, ...]]]:
         """(smallest bucket, kinds of sampling) for each width, the widest first. GREEDY is left
         out: the first run of each bucket uses it."""
-        kinds = tuple(one for one in self._runner.warmup_settings if one != GREEDY)
+        kinds = tuple(settings for settings in self._runner.warmup_settings if settings != GREEDY)
         if not kinds:
             return []
         smallest = {self._width(bucket): bucket for bucket in buckets}

@@ -134,8 +134,10 @@ class BlockOffload:
         raw = self._agreement.of_first(b"".join(own))
         listed = [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)]
         known = set(own)
-        are_here = self._agreement.all_of([one in known for one in listed])
-        found = [one for one, is_here in zip(listed, are_here, strict=True) if is_here]
+        are_here = self._agreement.all_of([block_hash in known for block_hash in listed])
+        found = [
+            block_hash for block_hash, is_here in zip(listed, are_here, strict=True) if is_here
+        ]
         self._files.drop(known.difference(found))
         return found
 
@@ -274,9 +276,9 @@ def _scales(loaded: LoadedModel) -> str:
     """Digest of the KV-cache scales of all layers, which may be calculated."""
     digest = hashlib.sha256()
     for module in loaded.modules:
-        for one in module.modules():
-            if isinstance(one, PagedAttention):
-                for scale in one.kv_scales:
+        for submodule in module.modules():
+            if isinstance(submodule, PagedAttention):
+                for scale in submodule.kv_scales:
                     if scale is not None:
                         digest.update(np.asarray(scale.detach().float().cpu()).tobytes())
     return digest.hexdigest()

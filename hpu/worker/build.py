@@ -40,7 +40,7 @@ from hpu.runner.input_buffers import (
 )
 from hpu.runner.kv_cache import KVCache, cache_sizes
 from hpu.runner.model_runner import ModelRunner
-from hpu.runner.parted_forward import PartedForward
+from hpu.runner.piecewise_forward import PiecewiseForward
 from hpu.runner.pooling_runner import PoolingInputBuffers, PoolingRunner
 from hpu.runner.states import RequestStates, state_bytes
 from hpu.runner.step_runner import StepRunner
@@ -93,7 +93,7 @@ class Components:
     def cache_bytes(self) -> int:
         """Bytes of KV caches and states."""
         caches = (self.cache, self.states, *self.draft_caches)
-        return sum(0 if one is None else one.bytes for one in caches)
+        return sum(0 if cache is None else cache.bytes for cache in caches)
 
     def end_threads(self) -> None:
         """End the threads of the offload and of the cache."""
@@ -105,9 +105,9 @@ class Components:
     def close(self) -> None:
         """Free caches and states."""
         self.end_threads()
-        for one in (self.cache, self.states, self.images, *self.draft_caches):
-            if one is not None:
-                one.close()
+        for part in (self.cache, self.states, self.images, *self.draft_caches):
+            if part is not None:
+                part.close()
 
     @property
     def num_blocks(self) -> int:
@@ -165,7 +165,9 @@ def build(
 def _with_offload(loaded: LoadedModel, components: Components, ranks: Ranks) -> Components:
     assert components.cache is not None, "a model with KV blocks"
     caches = [
-        tensor for one in (components.cache, *components.draft_caches) for tensor in one.paged
+        tensor
+        for kv_cache in (components.cache, *components.draft_caches)
+        for tensor in kv_cache.paged
     ]
     offload = BlockOffload(loaded, caches, ranks)
     components.runner.offload = offload
@@ -230,7 +232,7 @@ def make_runner(
     forward: Forward = body if images is None else images.merged(body)
     if loaded.weight_ring is not None:
         assert isinstance(body, Decoder), "other models keep their weights on the device"
-        forward = PartedForward(body, len(body.layers), loaded.weight_ring, backend)
+        forward = PiecewiseForward(body, len(body.layers), loaded.weight_ring, backend)
     forward = keeping_hidden(loaded, draft_caches, forward)
     graphs = GraphCache(
         forward if loaded.lora is None else loaded.lora.forward_of(forward),

@@ -181,7 +181,7 @@ def make_speculations(
         proposer = select_proposer(method, runner)
         lengths = DraftLengths(method.max_drafts, costs=None)
         on_host = Speculation(
-            proposer, batch_state, sampler, lengths, counts, promises_all=stage.size > 1
+            proposer, batch_state, sampler, lengths, counts, drafts_all_ahead=stage.size > 1
         )
         return Speculations(on_host, hidden_cache=None if caches is None else caches.hidden)
     drafter = _device_drafter(loaded, method, caches, sampler, graphs)
@@ -255,7 +255,7 @@ def _device_drafter(
         drafter.model,
         loaded.backend,
         functions,
-        sampler.whole_greedy,
+        sampler.fused_greedy,
         max_drafts=method.max_drafts,
         max_model_len=drafter.max_model_len,
         is_shorter=drafter.max_model_len < loaded.max_model_len,

@@ -41,7 +41,7 @@ def calculate_kv_scales(loaded: LoadedModel) -> None:
     a restart, and every rank, gets the same scales."""
     model, format = loaded.model, loaded.kv_cache_format
     assert isinstance(model, nn.Module) and format is not None and format.has_layer_scales
-    layers = [one for one in model.modules() if isinstance(one, PagedAttention)]
+    layers = [module for module in model.modules() if isinstance(module, PagedAttention)]
     start = time.perf_counter()
     num_tokens = min(NUM_TOKENS, loaded.max_model_len - 1, loaded.config.scheduler.token_budget())
     with _unquantized_cache(model):

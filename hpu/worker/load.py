@@ -50,7 +50,7 @@ from hpu.models.registry import (
 )
 from hpu.multimodal.base import Tower
 from hpu.multimodal.select import build_tower, served_facts
-from hpu.offload.weight_ring import WeightRing
+from hpu.offload.weight_streamer import WeightStreamer
 from hpu.protocol import Bucket, BucketLimits, WarmupProgress
 from hpu.quantization.base import ModelPatcher
 from hpu.quantization.kv_cache import KVCacheFormat
@@ -99,7 +99,7 @@ class LoadedModel:
     """Set if images are encoded."""
     drafter: "LoadedModel | None" = None
     """The draft model or head, if any."""
-    weight_ring: WeightRing | None = None
+    weight_ring: WeightStreamer | None = None
     """Set if layers have their weights in host memory."""
     draft_method: str = ""
     """Speculation method, if this is a drafter."""
@@ -231,7 +231,7 @@ class _Parts:
     weight_bytes: int
     kv_cache_format: KVCacheFormat | None = None
     tower: Tower | None = None
-    weight_ring: WeightRing | None = None
+    weight_ring: WeightStreamer | None = None
 
 
 def load(

@@ -18,7 +18,7 @@ from hpu.model_loader.size_estimate import layer_bytes
 from hpu.models.base import LoadableModel
 from hpu.models.decoder import Decoder, PlaceLayer
 from hpu.offload.host_layers import freed_bytes, host_layers
-from hpu.offload.weight_ring import WeightRing, move_to_host
+from hpu.offload.weight_streamer import WeightStreamer, move_to_host
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +43,14 @@ class WeightsInHostMemory:
 
         return place if self.layers else None
 
-    def make_ring(self, decoder: LoadableModel) -> WeightRing | None:
-        """WeightRing of a loaded decoder's offloaded layers; None without offloaded layers. Call
-        before the back end prepares the decoder."""
+    def make_ring(self, decoder: LoadableModel) -> WeightStreamer | None:
+        """WeightStreamer of the offloaded layers of a loaded decoder; None without such layers.
+        Call it before the back end prepares the decoder."""
         if not self.layers:
             return None
         assert isinstance(decoder, Decoder), "others are refused"
         own = decoder.layers
-        ring = WeightRing({index: own[index] for index in self.layers}, self.backend)
+        ring = WeightStreamer({index: own[index] for index in self.layers}, self.backend)
         logger.info(
             "Weights: %d of %d layers stay in host memory, %s; each launch copies them "
             "through %s of the device",

@@ -41,7 +41,7 @@ from hpu.protocol import (
     LoadAdapter,
     StepPlan,
     StepResult,
-    Warmed,
+    WarmedBuckets,
     WarmupProgress,
     WorkerReady,
 )
@@ -307,17 +307,17 @@ class Worker:
         """Broadcast the `data` of rank 0; waits for all ranks."""
         return Agreement(self._groups.host).of_first(data)
 
-    def idle(self) -> Warmed | None:
+    def idle(self) -> WarmedBuckets | None:
         """Prepare the next background bucket; None if all are prepared. Only with no plan in
         flight."""
         assert self._backend is not None and not self._in_flight, (
             "idle with a plan, or before start"
         )
-        if self._warmup is None or not self._warmup.num_later:
+        if self._warmup is None or not self._warmup.num_deferred:
             return None
         with torch.inference_mode():
             buckets = self._warmup.prepare_next()
-        return Warmed(buckets, self._warmup.num_later, self._counters.take_changed())
+        return WarmedBuckets(buckets, self._warmup.num_deferred, self._counters.take_changed())
 
     def close(self) -> None:
         """Drop everything and close the device; safe to call twice."""
@@ -471,7 +471,7 @@ class Worker:
         prepared = warmup.start(table, on_progress)
         if self._ranks.num_engines > 1:
             # Data-parallel engines that step together are idle at different times: prepare all now.
-            while warmup.num_later:
+            while warmup.num_deferred:
                 prepared += warmup.prepare_next()
         method = config.speculation.choose()
         if method is not None and method.adaptive and backend.shares_host_memory:
@@ -496,14 +496,14 @@ class Worker:
             # The back end is named after the real card, and does not distinguish an emulated card.
             device=config.device if config.device == "hpu-emulator" else backend.name,
             dtype=dtype_name(loaded.dtype),
-            weight_bytes=sum(one.weight_bytes for one in loaded.all_models),
+            weight_bytes=sum(model.weight_bytes for model in loaded.all_models),
             kv_bytes=components.cache_bytes,
             graph_bytes=graphs.bytes,
             total_bytes=backend.memory()[1],
             load_s=loaded.load_s,
             warmup_s=warmup_s,
             bucket_limits=table.limits,
-            num_later=warmup.num_later,
+            num_deferred=warmup.num_deferred,
             counters=counters.take_changed(),
             driver=backend.driver,
             software=backend.software,

@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from config.errors import EngineDied, Overloaded
 from engine.client.base import RESTART_RETRY_S
-from engine.transport.messages import ASLEEP, LATER
+from engine.transport.messages import ASLEEP, BACKGROUND_WARMUP
 from server.http.body import json_response
 from server.http.errors import Fault, fault_of
 from server.http.openapi import ANSWERS, PAGE_OF_METRICS
@@ -132,6 +132,10 @@ def _readiness(state: AppState) -> Response:
     if ranks:
         answer["ranks"] = ranks
     progress = state.client.progress
-    if progress is not None and progress.stage == LATER and progress.done < progress.total:
+    if (
+        progress is not None
+        and progress.stage == BACKGROUND_WARMUP
+        and progress.done < progress.total
+    ):
         answer["warmup"] = {"done": progress.done, "total": progress.total}
     return json_response(answer)

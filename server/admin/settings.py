@@ -55,6 +55,6 @@ def _shown(config: Any) -> dict[str, Any]:
                 shown[field.name] = value
         elif value is None or isinstance(value, bool | int | float):
             shown[field.name] = value
-        elif isinstance(value, tuple) and all(isinstance(one, int | float) for one in value):
+        elif isinstance(value, tuple) and all(isinstance(item, int | float) for item in value):
             shown[field.name] = list(value)
     return shown

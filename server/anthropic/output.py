@@ -20,13 +20,13 @@ from server.parsers.stream.base import (
 )
 from server.parsers.stream.json_stream import object_of
 from server.serving.choices import ChoiceOutput
-from server.serving.job import Job
+from server.serving.job import ServingRequest
 from server.text.hidden_reasoning import hide_reasoning
 
 Block = dict[str, Any]
 
 
-def message_of(job: Job, content: Sequence[Block] = ()) -> dict[str, Any]:
+def message_of(job: ServingRequest, content: Sequence[Block] = ()) -> dict[str, Any]:
     """An unfinished message, as in the first event of a stream."""
     return {
         "id": job.id,
@@ -40,7 +40,9 @@ def message_of(job: Job, content: Sequence[Block] = ()) -> dict[str, Any]:
     }
 
 
-def full_message(job: Job, choice: ChoiceOutput, *, shows_reasoning: bool) -> dict[str, Any]:
+def full_message(
+    job: ServingRequest, choice: ChoiceOutput, *, shows_reasoning: bool
+) -> dict[str, Any]:
     """The complete message of `choice`."""
     parts = choice.message.parts
     is_cut = choice.finish_reason == "length"
@@ -50,7 +52,7 @@ def full_message(job: Job, choice: ChoiceOutput, *, shows_reasoning: bool) -> di
     return message_of(job, content) | ending
 
 
-def usage_of(job: Job) -> dict[str, Any]:
+def usage_of(job: ServingRequest) -> dict[str, Any]:
     """Token counts so far. In this API `input_tokens` excludes cached tokens: clients add the input
     fields to get the prompt length."""
     generation = job.generation
@@ -111,7 +113,7 @@ def _tool_use(call: ToolCallStart) -> Block:
 class MessageEvents:
     """Stream events of the Messages API; blocks are numbered from 0."""
 
-    def __init__(self, job: Job, *, shows_reasoning: bool) -> None:
+    def __init__(self, job: ServingRequest, *, shows_reasoning: bool) -> None:
         self._job = job
         self._shows_reasoning = shows_reasoning
         self._is_started = False

@@ -214,5 +214,7 @@ def _with_common_headers(record: RequestRecord, headers: Iterable[Header]) -> li
 
 def _is_plain(route: Route) -> bool:
     signature = inspect.signature(route.endpoint)
-    takes_request = [one.annotation for one in signature.parameters.values()] == [Request]
+    takes_request = [parameter.annotation for parameter in signature.parameters.values()] == [
+        Request
+    ]
     return not route.param_convertors and takes_request and signature.return_annotation is Response

@@ -99,16 +99,16 @@ def type_of(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         return f"`{schema['$ref'].rsplit('/', 1)[1]}`"
     if "enum" in schema:
-        return ", ".join(f"`{one}`" for one in schema["enum"])
+        return ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
     options = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf")
     if options:
-        words = [type_of(one) for one in options if one.get("type") != "null"]
+        words = [type_of(option) for option in options if option.get("type") != "null"]
         return " or ".join(dict.fromkeys(words))
     kind = schema.get("type", "any")
     if isinstance(kind, list):
-        return " or ".join(one for one in kind if one != "null")
+        return " or ".join(name for name in kind if name != "null")
     if kind == "array":
         return f"list of {type_of(schema['items'])}" if schema.get("items") else "list"
     return str(kind)

@@ -39,7 +39,9 @@ def _sample(path: Path, line_number: int, line: str) -> Sample:
         raise ConfigError(f"{where}: no JSON: {error}") from error
     if isinstance(value, dict):
         found = next((value[key] for key in ("messages", "prompt", "text") if key in value), None)
-        is_conversation = isinstance(found, list) and all(isinstance(one, dict) for one in found)
+        is_conversation = isinstance(found, list) and all(
+            isinstance(conversation, dict) for conversation in found
+        )
         value = found if isinstance(found, str) or (found and is_conversation) else None
     if not value or isinstance(value, (int, float)):
         raise ConfigError(f"{where}: a string, or an object with prompt, text or messages")

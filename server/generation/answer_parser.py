@@ -284,7 +284,7 @@ class ChoiceParsers:
         self._readers: dict[int, ChoiceParser] = {}
         """Parsers by choice index; bounded by n."""
         self._tokenizer = tokenizer
-        self._formats = [one for one in (call_reader, reasoning_format) if one is not None]
+        self._formats = [parser for parser in (call_reader, reasoning_format) if parser is not None]
         self.has_reasoning = reasoning_format is not None
 
         finder = NO_CALLS
@@ -320,7 +320,7 @@ class ChoiceParsers:
     @cached_property
     def marker_token_ids(self) -> frozenset[int]:
         """Special tokens that the parsers need to see in the text."""
-        words = [word for one in self._formats for word in words_of(one)]
+        words = [word for output_format in self._formats for word in words_of(output_format)]
         return self._tokenizer.special_ids_in(words)
 
 

@@ -173,7 +173,7 @@ def user_error_from(error: ValidationError) -> UserError:
 
 def user_error_from_problems(problems: Sequence[Any]) -> UserError:
     """Like `user_error_from`, from pydantic's list of problems."""
-    texts = [_problem(one) for one in problems[:MAX_PROBLEMS]]
+    texts = [_problem(problem) for problem in problems[:MAX_PROBLEMS]]
     location = problems[0]["loc"]
     return UserError("; ".join(texts), param=str(location[0]) if location else None)
 

@@ -599,7 +599,11 @@ def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[No
     async def send_without_chunks(message: Message) -> None:
         nonlocal ends_with_connection
         if message["type"] == "http.response.start":
-            headers = [one for one in message.get("headers", ()) if one[0].lower() != b"connection"]
+            headers = [
+                header
+                for header in message.get("headers", ())
+                if header[0].lower() != b"connection"
+            ]
             message["headers"] = [*headers, (b"connection", b"close")]
             if all(name.lower() != b"content-length" for name, _ in headers):
                 ends_with_connection = True

@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine.client.base import EngineClient, SingleEngineClient
-from engine.transport.messages import ASLEEP, AWAKE, LATER, EngineStats
+from engine.transport.messages import ASLEEP, AWAKE, BACKGROUND_WARMUP, EngineStats
 from server.metrics.counters import Labels, Registry
 from server.metrics.requests import LABELS
 
@@ -440,7 +440,7 @@ class _EngineMetrics:
     def _warmup(self) -> Iterator[Metric]:
         ready, progress = self._engine.ready, self._engine.progress
         done = total = 0
-        stage = WARMUP if ready is None else LATER
+        stage = WARMUP if ready is None else BACKGROUND_WARMUP
         if progress is not None and progress.stage == stage:
             done, total = progress.done, progress.total
         elif ready is not None:

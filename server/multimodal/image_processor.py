@@ -105,7 +105,9 @@ class ImageProcessor:
                 f"the model does not take an image of {image.width} x {image.height} pixels: "
                 f"{reason}"
             ) from None
-        names = self._inputs or [name for name, one in arrays.items() if not isinstance(one, str)]
+        names = self._inputs or [
+            name for name, array in arrays.items() if not isinstance(array, str)
+        ]
         tensors = [_tensor(name, arrays[name]) for name in names if name in arrays]
         return Answer(size=image.size, text=text, grid=grid, tensors=tensors, num_rows=num_rows)
 
@@ -123,7 +125,9 @@ class ImageProcessor:
             fitted = form.frame_size(len(frames), first.height, first.width, size)
             if fitted is not None:
                 height, width = fitted
-                frames = [one.resize((width, height), Image.Resampling.BICUBIC) for one in frames]
+                frames = [
+                    frame.resize((width, height), Image.Resampling.BICUBIC) for frame in frames
+                ]
                 options["do_resize"] = False
             arrays = self._processor(images=frames, return_tensors="np", **options)
             arrays = form.joined(arrays)

@@ -1,4 +1,4 @@
-"""ImageInputs: load and preprocess the images and videos of a request."""
+"""ImageLoader: load and preprocess the images and videos of a request."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from server.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-class ImageInputs:
+class ImageLoader:
     """Reads and preprocesses the images and videos of requests. Used on a single event loop."""
 
     def __init__(
@@ -98,8 +98,8 @@ class ImageInputs:
 
 def make_image_inputs(
     folder: str, vision: VisionFacts, config: ServerConfig, tokenizer: Tokenizer
-) -> ImageInputs | None:
-    """Make the ImageInputs of a checkpoint, and protect the image tokens and marks in `tokenizer`:
+) -> ImageLoader | None:
+    """Make the ImageLoader of a checkpoint, and protect the image tokens and marks in `tokenizer`:
     text of messages is never tokenized to them. Blocks for seconds.
 
     Returns None and logs a warning if the model is unlisted and its transformers processor cannot
@@ -143,4 +143,4 @@ def make_image_inputs(
         video_timeout_s=config.video_fetch_timeout_s,
     )
     limits = {IMAGE: config.max_images, VIDEO: config.max_videos}
-    return ImageInputs(vision, preprocessor, fetcher, limits)
+    return ImageLoader(vision, preprocessor, fetcher, limits)

@@ -62,7 +62,7 @@ def canvases(max_tiles: int, side: int) -> list[Size]:
     """All canvas sizes of up to `max_tiles` tiles, grouped by aspect ratio."""
     by_ratio: dict[float, list[Size]] = {}
     for count in range(max_tiles, 0, -1):
-        for rows in (one for one in range(1, count + 1) if count % one == 0):
+        for rows in (divisor for divisor in range(1, count + 1) if count % divisor == 0):
             columns = count // rows
             by_ratio.setdefault(rows / columns, []).append((rows * side, columns * side))
     return [size for sizes in by_ratio.values() for size in sizes]
@@ -76,7 +76,7 @@ def best_fit(size: Size, choices: Sequence[Size], *, to_max: bool) -> Size:
     larger = scales[scales >= 1]
     scale = larger.min() if len(larger) and not to_max else scales.max()
     return min(
-        (choice for choice, one in zip(choices, scales, strict=True) if one == scale),
+        (choice for choice, candidate in zip(choices, scales, strict=True) if candidate == scale),
         key=lambda choice: choice[0] * choice[1],
     )
 

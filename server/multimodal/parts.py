@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from config.errors import UserError
-from engine.transport.messages import EncodedImage, ImagePlacement
+from engine.transport.messages import EncoderInput, ImagePlacement
 from server.multimodal.messages import IMAGE, VIDEO
 from server.multimodal.processor import ProcessedImage
 from server.text.messages import IMAGE_PART, IMAGE_TYPES, VIDEO_PART, VIDEO_TYPES
@@ -166,7 +166,7 @@ class PromptImages:
     """Images of a prompt in the messages of the engine."""
 
     placements: list[ImagePlacement]
-    encoded: list[EncodedImage]
+    encoded: list[EncoderInput]
     """Encoder inputs; equal images appear once."""
 
     @property
@@ -184,7 +184,7 @@ class PromptImages:
         }
         return PromptImages(
             [structs.replace(p, content=names[p.content]) for p in self.placements],
-            [EncodedImage(names[i.content], i.num_embeddings, i.tensors) for i in self.encoded],
+            [EncoderInput(names[i.content], i.num_embeddings, i.tensors) for i in self.encoded],
         )
 
 
@@ -212,7 +212,7 @@ def place_images(
         placements.append(ImagePlacement(image.digest, offset, length, image.grid, image.time_step))
         start = stop
     encoded = {
-        image.digest: EncodedImage(image.digest, image.num_embeddings, image.tensors)
+        image.digest: EncoderInput(image.digest, image.num_embeddings, image.tensors)
         for image in images
     }
     return PromptImages(placements, list(encoded.values()))

@@ -40,7 +40,9 @@ class Phi4ImageProcessor:
         width, height = columns * self._side, rows * self._side
         padded, mask = self._padded(image, width, height)
         pixels = np.transpose(np.asarray(padded, np.float32), (2, 0, 1))
-        mean, deviation = (one[:, None, None] * 255 for one in (self._mean, self._deviation))
+        mean, deviation = (
+            channels[:, None, None] * 255 for channels in (self._mean, self._deviation)
+        )
         pixels = ((pixels - mean) / deviation).astype(np.float32)
         whole = resized(pixels, self._side, self._side)
         tiles = _crops(pixels, rows, columns)

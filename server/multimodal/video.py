@@ -188,7 +188,7 @@ def _chosen(
 
 def _equal(frames: list[Image.Image]) -> list[Image.Image]:
     size = frames[0].size
-    return [one if one.size == size else one.resize(size) for one in frames]
+    return [frame if frame.size == size else frame.resize(size) for frame in frames]
 
 
 def _check_frames(files: list[bytes]) -> None:

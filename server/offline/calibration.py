@@ -77,7 +77,7 @@ def keep_least_losing(config: Path, num_ranks: int, *, with_attention: bool) -> 
     fields = json.loads(config.read_text("utf-8"))
     if last > 0:
         fields["blocklist"]["names"].append(kept)
-    if not any(re.search(one, name) for one in LEAST_LOSING for name in nodes):
+    if not any(re.search(pattern, name) for pattern in LEAST_LOSING for name in nodes):
         raise ConfigError(
             f"of the {len(nodes)} modules that were measured none is a gate_up_proj or of experts: "
             "--all-modules quantizes all of them"
@@ -132,7 +132,7 @@ def repair(record: Record) -> Record:
     for name, node in nodes.items():
         parent, _, own = name.rpartition(".")
         caches = (nodes.get(f"{parent}.{cache}") for cache in CACHE_OF.get(own, ()))
-        cache = next((one for one in caches if one is not None), None)
+        cache = next((candidate for candidate in caches if candidate is not None), None)
         if cache is not None:
             node["inputs"] = [node["inputs"][0], cache["inputs"][0]]
     return {**record, "Nodes": nodes}

@@ -28,7 +28,7 @@ from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pipeline
 from server.generation.validation import truncate_prompt
-from server.multimodal.inputs import ImageInputs, make_image_inputs
+from server.multimodal.inputs import ImageLoader, make_image_inputs
 from server.multimodal.parts import (
     MediaSource,
     in_order_of_marks,
@@ -105,7 +105,7 @@ class LLM:
             )
             template = self._tokenizer.chat_template
         facts = read_model_config(path)
-        self._images: ImageInputs | None = None
+        self._images: ImageLoader | None = None
         if facts.vision is not None and self._tokenizer is not None:
             self._images = make_image_inputs(path, facts.vision, server, self._tokenizer)
         if server.chat_template is not None:
@@ -216,7 +216,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several conversations. Raises like `generate`."""
-        conversations = [list(one) for one in as_conversation_list(messages)]
+        conversations = [list(conversation) for conversation in as_conversation_list(messages)]
         params = self._params(sampling_params, len(conversations))
         controls = None if self._tokenizer is None else self._tokenizer.controls
 
@@ -543,7 +543,7 @@ def _shut_down(
     client: EngineClient,
     template: ChatTemplate,
     tokenizer: Tokenizer | None,
-    images: ImageInputs | None,
+    images: ImageLoader | None,
 ) -> None:
     """Stop everything that an `LLM` started. The finalizer of the LLM calls this function, so it
     must hold no reference to the LLM."""

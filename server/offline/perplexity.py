@@ -30,7 +30,7 @@ class Reading:
     def agreement(self, other: "Reading") -> float:
         """Share of positions where both readings have the same most likely token."""
         pairs = zip(self.likeliest, other.likeliest, strict=True)
-        return statistics.fmean(one == another for one, another in pairs)
+        return statistics.fmean(own == another for own, another in pairs)
 
 
 def windows(llm: LLM, text: str, size: int) -> list[list[int]]:
@@ -60,7 +60,7 @@ def read(llm: LLM, text: str, window: int = WINDOW) -> Reading:
         for token, entries in following:
             assert entries is not None, "only a prompt's first token follows on nothing"
             logprobs.append(entries[token].logprob)
-            likeliest.append(min(entries, key=lambda one: entries[one].rank))
+            likeliest.append(min(entries, key=lambda token: entries[token].rank))
     return Reading(logprobs, likeliest)
 
 

@@ -154,8 +154,10 @@ def _call_grammar(parser_config: ParserConfig, body: ChatBody) -> ToolCallGramma
     functions = [tool["function"] for tool in body.visible_tools or ()]
     return parser_config.tool_call_grammar(
         {
-            one["name"]: object_schema(one.get("parameters")) if one.get("strict") else None
-            for one in functions
+            function["name"]: object_schema(function.get("parameters"))
+            if function.get("strict")
+            else None
+            for function in functions
         }
     )
 

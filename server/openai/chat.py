@@ -13,7 +13,7 @@ from server.openai.chat_request import count_prompt_tokens, start_chat
 from server.openai.chunks import ChatChunks
 from server.openai.schema.chat import ChatBody
 from server.serving.choices import ChoiceOutput, consumed, encoded_chat_logprobs, prompt_logprobs_of
-from server.serving.job import Job, collect_choices, stream_response
+from server.serving.job import ServingRequest, collect_choices, stream_response
 from server.serving.state import AppState
 
 
@@ -52,7 +52,7 @@ def chat_routes(state: AppState) -> APIRouter:
     return router
 
 
-def _whole(job: Job, choices: list[ChoiceOutput], echo: str) -> dict[str, Any]:
+def _whole(job: ServingRequest, choices: list[ChoiceOutput], echo: str) -> dict[str, Any]:
     shown = [_choice(job, index, choice, echo) for index, choice in enumerate(choices)]
     answer = job.answer("chat.completion", shown)
     width = job.body.prompt_logprobs
@@ -63,7 +63,7 @@ def _whole(job: Job, choices: list[ChoiceOutput], echo: str) -> dict[str, Any]:
     return answer
 
 
-def _choice(job: Job, index: int, choice: ChoiceOutput, echo: str) -> dict[str, Any]:
+def _choice(job: ServingRequest, index: int, choice: ChoiceOutput, echo: str) -> dict[str, Any]:
     has_logprobs = job.params.logprobs is not None
     assert isinstance(job.body, ChatBody)
     has_reasoning = job.parsers is not None and job.parsers.has_reasoning

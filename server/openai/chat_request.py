@@ -16,7 +16,7 @@ from server.multimodal.processor import ProcessedImage
 from server.openai.answer_format import answer_format
 from server.openai.schema.chat import ChatBody, ChatPromptBody
 from server.openai.schema.structured import place_of
-from server.serving.job import Job, check_grammar, start_job
+from server.serving.job import ServingRequest, check_grammar, start_job
 from server.serving.prompts import encode_for_counting, encode_prompt
 from server.serving.state import AppState
 from server.text.template_renderer import TextTooLong
@@ -98,7 +98,9 @@ async def render_watched(state: AppState, request: Request, body: ChatPromptBody
         return await render(state, request, body)
 
 
-async def start_chat(state: AppState, request: Request, body: ChatBody, *, id_prefix: str) -> Job:
+async def start_chat(
+    state: AppState, request: Request, body: ChatBody, *, id_prefix: str
+) -> ServingRequest:
     """Start answering `body`. Raises UserError and Overloaded; an error leaves no request in the
     engine."""
     model = state.model(body.model)

@@ -11,13 +11,13 @@ from server.generation.outputs import Delta
 from server.http.errors import Fault
 from server.http.sse import DONE, frame, json_line, json_text, long_json_line
 from server.serving.choices import TextLogprobs, chat_logprobs, joined_logprobs
-from server.serving.job import Job
+from server.serving.job import ServingRequest
 
 
 class _Chunks:
     """Common part of the chunks of chat and completions."""
 
-    def __init__(self, job: Job, kind: str) -> None:
+    def __init__(self, job: ServingRequest, kind: str) -> None:
         self._job = job
         self._envelope = job.envelope(kind)
         self._started: set[int] = set()
@@ -42,7 +42,9 @@ class _Chunks:
 class ChatChunks(_Chunks):
     """Chunks of /v1/chat/completions. The first chunk of a choice has the role."""
 
-    def __init__(self, job: Job, echo: str = "", *, shows_reasoning: bool = True) -> None:
+    def __init__(
+        self, job: ServingRequest, echo: str = "", *, shows_reasoning: bool = True
+    ) -> None:
         super().__init__(job, "chat.completion.chunk")
         self._shows_reasoning = shows_reasoning
         self._echo = echo
@@ -132,7 +134,9 @@ class ChatChunks(_Chunks):
 class CompletionChunks(_Chunks):
     """Chunks of /v1/completions. If echo is set, the first chunk of a choice has the prompt."""
 
-    def __init__(self, job: Job, prompt_texts: list[str] | None, hidden: frozenset[int]) -> None:
+    def __init__(
+        self, job: ServingRequest, prompt_texts: list[str] | None, hidden: frozenset[int]
+    ) -> None:
         """`prompt_texts`: set with echo. `hidden`: token ids without text."""
         super().__init__(job, "text_completion")
         self._prompt_texts = prompt_texts
@@ -204,7 +208,9 @@ class CompletionChunks(_Chunks):
         return self._envelope.chunk(line(choice), self._extra())
 
 
-def echo_logprobs(job: Job, prompt_index: int, writer: TextLogprobs, text: str) -> dict[str, Any]:
+def echo_logprobs(
+    job: ServingRequest, prompt_index: int, writer: TextLogprobs, text: str
+) -> dict[str, Any]:
     """The logprobs object of an echoed prompt; `writer` continues after it."""
     tokenizer = job.state.tokenizer
     first_id = job.prompts[prompt_index].token_ids[0]

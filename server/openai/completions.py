@@ -29,7 +29,7 @@ from server.serving.choices import (
     prompt_logprobs_of,
 )
 from server.serving.job import (
-    Job,
+    ServingRequest,
     check_admission,
     check_grammar,
     collect_choices,
@@ -64,7 +64,7 @@ def completion_routes(state: AppState) -> APIRouter:
     return router
 
 
-async def _start(state: AppState, request: Request) -> Job:
+async def _start(state: AppState, request: Request) -> ServingRequest:
     state.generation_pipeline()
     body = await parse(CompletionBody, await state.bodies.read_object(request))
     model = state.model(body.model)
@@ -141,14 +141,14 @@ async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams
     return await asyncio.gather(*map(prompt, given))
 
 
-async def _echoed_texts(job: Job) -> list[str]:
+async def _echoed_texts(job: ServingRequest) -> list[str]:
     """Call `_prompt_texts`, on a thread for many tokens."""
     if job.generation.num_prompt_tokens <= INLINE_IDS:
         return _prompt_texts(job)
     return await asyncio.to_thread(_prompt_texts, job)
 
 
-def _prompt_texts(job: Job) -> list[str]:
+def _prompt_texts(job: ServingRequest) -> list[str]:
     """Prompts for echo: the texts as sent, or the text of the token ids with special tokens."""
     tokenizer = job.state.tokenizer
     return [
@@ -161,14 +161,16 @@ def _prompt_texts(job: Job) -> list[str]:
     ]
 
 
-def _hidden(job: Job) -> frozenset[int]:
+def _hidden(job: ServingRequest) -> frozenset[int]:
     tokenizer = job.state.tokenizer
     if tokenizer is None or not job.params.skip_special_tokens:
         return frozenset()
     return tokenizer.special_ids
 
 
-def _whole(job: Job, choices: list[ChoiceOutput], texts: list[str] | None) -> dict[str, Any]:
+def _whole(
+    job: ServingRequest, choices: list[ChoiceOutput], texts: list[str] | None
+) -> dict[str, Any]:
     body = job.body
     assert isinstance(body, CompletionBody)
     num_kept = body.n or 1
@@ -183,7 +185,11 @@ def _whole(job: Job, choices: list[ChoiceOutput], texts: list[str] | None) -> di
 
 
 def _choice(
-    job: Job, body: CompletionBody, index: int, choice: ChoiceOutput, texts: list[str] | None
+    job: ServingRequest,
+    body: CompletionBody,
+    index: int,
+    choice: ChoiceOutput,
+    texts: list[str] | None,
 ) -> dict[str, Any]:
     prompt_index = index // (body.n or 1)
     width = body.prompt_logprobs
@@ -201,7 +207,7 @@ def _choice(
 
 
 def _logprobs(
-    job: Job, prompt_index: int, choice: ChoiceOutput, texts: list[str] | None
+    job: ServingRequest, prompt_index: int, choice: ChoiceOutput, texts: list[str] | None
 ) -> dict[str, Any]:
     writer = TextLogprobs(job.token_formatter, _hidden(job))
     parts = [] if texts is None else [echo_logprobs(job, prompt_index, writer, texts[prompt_index])]

@@ -41,7 +41,7 @@ from server.http.tls import Tls
 from server.http.tls_listener import TlsListener
 from server.metrics.registry import Metrics
 from server.metrics.select import make_tracer
-from server.multimodal.inputs import ImageInputs, make_image_inputs
+from server.multimodal.inputs import ImageLoader, make_image_inputs
 from server.parsers.registry import GENERIC_TOOL_PARSER, TOOL_CALL_FORMATS
 from server.process.addresses import base_urls, endpoints_text
 from server.process.model_download import DownloadProgress
@@ -188,9 +188,13 @@ class UvicornServer(uvicorn.Server):
         """Expire connections that are past their deadline. Called by uvicorn ten times a second."""
         now_s = asyncio.get_running_loop().time()
         connections = cast("set[HttpProtocol]", self.server_state.connections)
-        for connection in [one for one in connections if one.deadline_s <= now_s]:
+        for connection in [
+            connection for connection in connections if connection.deadline_s <= now_s
+        ]:
             connection.expire()
-        for connection in [one for one in connections if one.read_deadline_s <= now_s]:
+        for connection in [
+            connection for connection in connections if connection.read_deadline_s <= now_s
+        ]:
             connection.expire_response()
         if self._closings.are_many(now_s, len(connections)):
             await asyncio.to_thread(trim_memory)
@@ -294,9 +298,9 @@ class ApiServer:
         """Fail `engine`, which has died and is not restarted. Call on the event loop's thread."""
         self._client.engines[engine].fail(reason)
 
-    def name_cause(self, engine: int, end: ProcessEnd) -> None:
+    def set_exit_cause(self, engine: int, end: ProcessEnd) -> None:
         """Record how `engine` died before its restart. Call on the event loop's thread."""
-        self._client.engines[engine].name_cause(end)
+        self._client.engines[engine].set_exit_cause(end)
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
         """Count the crash of an engine; the launcher logs it. `has_poison`: a poison request was
@@ -304,7 +308,11 @@ class ApiServer:
         self.state.metrics.engine_lost(client.engine, has_poison=has_poison)
         if has_poison:
             logger.error("a request is ended and not tried again: engines have died over it")
-        others = [one for one in self._client.engines if one.lost is None and one.failure is None]
+        others = [
+            engine
+            for engine in self._client.engines
+            if engine.lost is None and engine.failure is None
+        ]
         if others:
             count = len(client.queues)
             self.state.metrics.requests_resumed(client.engine, count)
@@ -543,12 +551,12 @@ class ApiServer:
     def _name_causes(self) -> None:
         """Read the ProcessEnd files that the supervisor wrote for engines that have just died."""
         for path, engine in zip(self._args.death_paths, self._client.engines, strict=False):
-            if engine.awaits_verdict:
+            if engine.is_crash_pending:
                 with contextlib.suppress(OSError):
                     end = msgspec.json.decode(Path(path).read_bytes(), type=ProcessEnd)
                     # The file may still describe an earlier process of this engine.
                     if end.pid == engine.pid:
-                        engine.name_cause(end)
+                        engine.set_exit_cause(end)
 
     def _end_lost_engines(self) -> None:
         """Fail engines that the supervisor will not restart."""
@@ -573,14 +581,18 @@ class ApiServer:
                     logging.INFO if engine.is_failure_logged else logging.ERROR,
                     "engine %d is gone, %d of %d go on: %s",
                     engine.engine,
-                    sum(one.failure is None for one in engines),
+                    sum(engine.failure is None for engine in engines),
                     len(engines),
                     engine.failure,
                 )
 
     async def _end_without_engine(self) -> int:
         last = next(
-            (one for one in self._client.engines if one.failure and one.engine not in self._lost),
+            (
+                engine
+                for engine in self._client.engines
+                if engine.failure and engine.engine not in self._lost
+            ),
             self._client.engines[0],
         )
         level = logging.INFO if last.is_failure_logged else logging.ERROR
@@ -643,7 +655,7 @@ def uvicorn_config(
 
 def load_tokenizer(
     folder: str, config: ServerConfig, cache_dir: str | None
-) -> tuple[Tokenizer | None, ChatTemplate | None, ImageInputs | None]:
+) -> tuple[Tokenizer | None, ChatTemplate | None, ImageLoader | None]:
     """Load the tokenizer, chat template and image inputs of a checkpoint. None: all three with
     skip_tokenizer_init, the image inputs also for models without vision."""
     if config.skip_tokenizer_init:

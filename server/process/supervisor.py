@@ -199,7 +199,7 @@ def _serve_in_process(
                     max_restarts=max_restarts(engine_config, server_config),
                     max_wait_s=server_config.engine_restart_wait_s,
                     on_restart=lambda engine, end: _call_on_loop(
-                        loop, partial(api_server.name_cause, engine), end
+                        loop, partial(api_server.set_exit_cause, engine), end
                     ),
                 )
             )

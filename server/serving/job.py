@@ -84,7 +84,7 @@ class RunningRequest(Generic[StreamT]):
 
 
 @dataclass(slots=True, kw_only=True)
-class Job(RunningRequest[GenerationStream]):
+class ServingRequest(RunningRequest[GenerationStream]):
     """A generating request."""
 
     body: GenerationBody
@@ -391,7 +391,7 @@ async def start_job(
     prompts: list[Prompt],
     param: str,
     parsers: ChoiceParsers | None = None,
-) -> Job:
+) -> ServingRequest:
     """Check the request and send it to the engine. After an exception, the engine holds nothing of
     the request."""
     num_sequences = len(prompts) * params.n
@@ -426,7 +426,7 @@ async def start_job(
         num_sequences=num_sequences,
         params=params,
     )
-    return Job(
+    return ServingRequest(
         state=state,
         id=request_id_of(body, id_prefix),
         model=model,
@@ -441,14 +441,14 @@ async def start_job(
 # Responses
 
 
-def stream_response(job: Job, writer: ChunkWriter) -> Response:
+def stream_response(job: ServingRequest, writer: ChunkWriter) -> Response:
     """A response that sends frames until the generation ends or the client disconnects."""
     return EventStream(
         sse_frames(job, writer), keep_alive_s=job.state.config.keep_alive_s, on_close=job.close
     )
 
 
-async def sse_frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
+async def sse_frames(job: ServingRequest, writer: ChunkWriter) -> AsyncIterator[bytes]:
     """SSE frames of all of the job's deltas; an error becomes a frame."""
     batcher = DeltaBatcher(job.state.config.stream_interval)
     try:
@@ -469,7 +469,7 @@ async def sse_frames(job: Job, writer: ChunkWriter) -> AsyncIterator[bytes]:
         yield await writer.failing(fault_of(error))
 
 
-async def collect_choices(job: Job, request: Request) -> list[ChoiceOutput]:
+async def collect_choices(job: ServingRequest, request: Request) -> list[ChoiceOutput]:
     """All choices of the complete response. Raises ClientGone when the client disconnects."""
     return await run_to_end(job, request, _collect_choices(job))
 
@@ -486,7 +486,7 @@ async def run_to_end(job: RunningRequest[Any], request: Request, work: Coroutine
         job.close()
 
 
-async def _collect_choices(job: Job) -> list[ChoiceOutput]:
+async def _collect_choices(job: ServingRequest) -> list[ChoiceOutput]:
     choices = [ChoiceOutput() for _ in range(len(job.prompts) * job.params.n)]
     async for deltas in job.tracker:
         for delta in deltas:

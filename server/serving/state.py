@@ -19,7 +19,7 @@ from server.http.auth import ApiKeys
 from server.http.body import BodyReader
 from server.http.peer_proxy import Peers
 from server.metrics.registry import Metrics
-from server.multimodal.inputs import ImageInputs
+from server.multimodal.inputs import ImageLoader
 from server.serving.progress import describe
 from server.serving.tracking import RequestTracker
 from server.text.chat_template import ChatTemplate
@@ -60,7 +60,7 @@ class AppState:
     pipeline: Pipeline | None = None
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
-    images: ImageInputs | None = None
+    images: ImageLoader | None = None
     """Image inputs; None if the model does not accept images."""
     parser_config: ParserConfig = NO_PARSERS
     """The tool-call and reasoning parsers."""
@@ -98,7 +98,7 @@ class AppState:
         tokenizer: Tokenizer | None,
         template: ChatTemplate | None,
         sampling_defaults: Mapping[str, float],
-        images: ImageInputs | None = None,
+        images: ImageLoader | None = None,
     ) -> None:
         """Start accepting requests. The engine must be ready."""
         ready = self.client.ready

@@ -77,7 +77,7 @@ def _tokenizer(ranks: dict[bytes, int], config: Json, name: str) -> Json:
             "type": "Sequence",
             "pretokenizers": [split, {**byte_level, "use_regex": False}],
         },
-        "post_processor": _post_processor(name, {one["content"]: one["id"] for one in added}),
+        "post_processor": _post_processor(name, {token["content"]: token["id"] for token in added}),
         "decoder": {**byte_level, "use_regex": True},
         "model": {
             "type": "BPE",
@@ -87,7 +87,7 @@ def _tokenizer(ranks: dict[bytes, int], config: Json, name: str) -> Json:
             # A piece that is in the vocabulary is a token.
             "ignore_merges": True,
             "vocab": {spelled[token]: rank for token, rank in ranks.items()},
-            "merges": [[spelled[one] for one in pair] for pair in _merges(ranks)],
+            "merges": [[spelled[token] for token in pair] for pair in _merges(ranks)],
         },
     }
 

@@ -231,9 +231,12 @@ class Tokenizer:
         """`_check_length` for all inputs that are not truncated."""
         for index, text in enumerate(texts):
             first, second = (text, "") if isinstance(text, str) else text
-            for one, limit in ((first, rule.max_first_tokens), (second, rule.max_second_tokens)):
+            for segment, limit in (
+                (first, rule.max_first_tokens),
+                (second, rule.max_second_tokens),
+            ):
                 if limit is None:
-                    self._check_length(one, rule.most, index)
+                    self._check_length(segment, rule.most, index)
 
     def _threads(self, count: int, name: str) -> FairThreads:
         # A text without bounds may take 10 s: a client leaves a thread to other clients.

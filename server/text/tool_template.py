@@ -79,11 +79,11 @@ def _tool_text(tool: dict[str, Any], to_json: JsonWriter) -> str:
 
 def _with_calls_as_text(message: Message, to_json: JsonWriter) -> Message:
     functions = [call.get("function", {}) for call in message["tool_calls"]]
-    blocks = [
-        f"<tool_call>\n{to_json({'name': one.get('name'), 'arguments': one.get('arguments', {})})}"
-        "\n</tool_call>"
-        for one in functions
+    calls = [
+        {"name": function.get("name"), "arguments": function.get("arguments", {})}
+        for function in functions
     ]
+    blocks = [f"<tool_call>\n{to_json(call)}\n</tool_call>" for call in calls]
     fields = {name: value for name, value in message.items() if name != "tool_calls"}
     return _appended(fields, "\n".join(blocks), "\n")
 

@@ -46,4 +46,4 @@ def test_every_request_has_the_requested_number_of_tokens(
     (benchmark,) = report["benchmarks"]
     assert benchmark["metrics"]["request_totals"]["successful"] == NUM_REQUESTS
     requests = benchmark["requests"]["successful"]
-    assert [one["output_tokens"] for one in requests] == [8] * NUM_REQUESTS
+    assert [request["output_tokens"] for request in requests] == [8] * NUM_REQUESTS

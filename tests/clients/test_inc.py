@@ -251,7 +251,7 @@ def test_layers_of_a_kind_share_their_recipes(tmp_path: Path) -> None:
     small, large = of_two_and_four_layers(tmp_path)
 
     # Of an embedding, a layer and a head; weights are moved one by one.
-    recipes = [served(one, measure(one, one / "measured"))[1] for one in (small, large)]
+    recipes = [served(item, measure(item, item / "measured"))[1] for item in (small, large)]
     assert recipes[0] == recipes[1]
 
 
@@ -279,8 +279,8 @@ def test_dynamic_scales_are_of_each_token_and_of_each_output(
         model = rig.worker._loaded.model  # type: ignore[union-attr]
         names = {
             name
-            for name, one in model.named_parameters()
-            if one.dtype == torch.float8_e4m3fn and one.dim() == 2
+            for name, parameter in model.named_parameters()
+            if parameter.dtype == torch.float8_e4m3fn and parameter.dim() == 2
         }
         for name in names:
             weight = weights[name].bfloat16().float()
@@ -314,7 +314,7 @@ def test_dynamic_scales_are_near_bfloat16_and_share_recipes(
     # As static ones: each operand has four significant bits.
     assert 0.01 < relative(found, logprobs(llama)) < 0.3
 
-    recipes = [served(one, dynamic)[1] for one in of_two_and_four_layers(tmp_path)]
+    recipes = [served(folder, dynamic)[1] for folder in of_two_and_four_layers(tmp_path)]
     assert recipes[0] == recipes[1]
 
 
@@ -376,7 +376,7 @@ def test_weights_are_one_byte_on_the_card_and_a_cache_that_is_skipped_stays(
             weights = dict(model.named_parameters())
             cache = rig.worker._components.cache._layers[0][0]  # type: ignore[union-attr]
             found[path] = (
-                {name: one.dtype for name, one in weights.items() if one.dim() == 2},
+                {name: weight.dtype for name, weight in weights.items() if weight.dim() == 2},
                 cache.dtype,
             )
         unbind()
@@ -407,12 +407,12 @@ def test_while_it_is_loaded_the_card_holds_the_quantized_weights_and_one_more(
         model.use_kernels(GaudiKernels(fused_sdpa=True))
         IncCompressor(read_quant_config(str(quantizing)), SINGLE).patch(model)
         model.to("hpu")
-        held = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+        held = sum(parameter.nbytes for parameter in (*model.parameters(), *model.buffers()))
         peak = card.memory.peak
 
     # The largest is the head, which is there in bfloat16, as magnitudes and in FP8.
     assert peak - held < 2 * facts.vocab_size * facts.hidden_size * 2
-    plain = sum(one.nbytes for one in load_decoder(llama).parameters()) // 2
+    plain = sum(parameter.nbytes for parameter in load_decoder(llama).parameters()) // 2
     # All but the embedding and the norms take half.
     assert held < 0.65 * plain
 

@@ -63,10 +63,10 @@ def test_tools_are_called_whole_and_streamed(ask: dict[str, Any]) -> None:
     stream = litellm.completion(**ask, parallel_tool_calls=False, stream=True)
     built = litellm.stream_chunk_builder(list(stream), messages=MESSAGES)
 
-    (one,) = whole.choices[0].message.tool_calls
+    (call,) = whole.choices[0].message.tool_calls
     (other,) = built.choices[0].message.tool_calls
-    assert one.function.name == other.function.name == "get_weather"
-    assert one.function.arguments == other.function.arguments
+    assert call.function.name == other.function.name == "get_weather"
+    assert call.function.arguments == other.function.arguments
     assert whole.choices[0].finish_reason == built.choices[0].finish_reason == "tool_calls"
 
 

@@ -74,7 +74,9 @@ def test_text_from_outside_ends_no_line_and_reaches_no_terminal(
     root = logging.getLogger()
     with monkeypatch.context() as without_pytest:
         # What pytest captures must be UTF-8 to go from a test process to the one that reports.
-        ours = [one for one in root.handlers if type(one).__module__ != "_pytest.logging"]
+        ours = [
+            handler for handler in root.handlers if type(handler).__module__ != "_pytest.logging"
+        ]
         without_pytest.setattr(root, "handlers", ours)
         logging.getLogger("x").info("path %s, done", f"/a{text}2026-01-01 INFO forged")
 
@@ -150,7 +152,7 @@ def test_a_limited_warning_is_logged_once_a_minute_with_the_number(
     now_s[0] += 60
     warning.add()
 
-    assert [one.getMessage() for one in caplog.records] == ["1 so far", "6 so far"]
+    assert [record.getMessage() for record in caplog.records] == ["1 so far", "6 so far"]
     assert warning.count == 6
 
 

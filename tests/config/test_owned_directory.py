@@ -100,10 +100,10 @@ def test_many_starts_at_once_each_keep_their_own(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    kept = [Path(one.path, LOCK).is_file() for one in made]
+    kept = [Path(item.path, LOCK).is_file() for item in made]
     with ExitStack() as stack:
-        for one in made:
-            stack.callback(one.close)
+        for item in made:
+            stack.callback(item.close)
 
     assert len(made) == 160 and all(kept)
     assert os.listdir(tmp_path) == []
@@ -119,7 +119,7 @@ def test_what_has_another_name_or_no_lock_stays(tmp_path: Path) -> None:
 
     made_in(tmp_path).close()
 
-    assert all(one.exists() for one in others)
+    assert all(other.exists() for other in others)
     assert (others[0] / LOCK).exists() and (others[1] / "notes.txt").exists()
 
 
@@ -164,7 +164,7 @@ def test_links_and_pipes_lead_nowhere(tmp_path: Path) -> None:
 def test_a_child_that_outlives_its_parent_does_not_keep_the_directory(tmp_path: Path) -> None:
     with closing(made_in(tmp_path)) as mine, subprocess.Popen(["sleep", "60"]) as child:
         held = os.path.realpath(Path(mine.path, LOCK))
-        links = [os.path.realpath(one) for one in Path(f"/proc/{child.pid}/fd").iterdir()]
+        links = [os.path.realpath(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()]
         child.kill()
 
     assert held not in links

@@ -47,7 +47,7 @@ def test_the_lines_of_a_request_log_are_found_among_others() -> None:
 def test_a_metrics_page_gives_the_pairs_of_its_two_histograms() -> None:
     found = parse_traffic(PAGE)
 
-    assert [(one.prompt_tokens, one.output_tokens, one.weight) for one in found] == [
+    assert [(entry.prompt_tokens, entry.output_tokens, entry.weight) for entry in found] == [
         (5, 50, 1.0),
         (5, 100, 1.0),
         (35, 50, 3.0),

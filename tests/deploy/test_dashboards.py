@@ -137,17 +137,17 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     folder = tmp_path_factory.mktemp("prometheus")
     model = str(make_tiny("llama", folder / "tiny"))
     with running(model, folder / "log", "--served-model-name=tiny", "--max-num-seqs=2") as live:
-        one = Prometheus(folder, live)
+        prometheus = Prometheus(folder, live)
         try:
-            one.wait()
+            prometheus.wait()
             prompt = "a long enough prompt to fill some blocks of the cache " * 8
             body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "ignore_eos": True}
             end = time.monotonic() + 2 * WINDOW_S
             while time.monotonic() < end:
                 assert live.http.post("/v1/completions", json={**body, "n": 4}).status_code == 200
-            yield one
+            yield prometheus
         finally:
-            one.close()
+            prometheus.close()
 
 
 @pytest.mark.deploy
@@ -156,7 +156,7 @@ def test_no_panel_is_empty_after_a_load(prometheus: Prometheus) -> None:
     for title, query in QUERIES:
         text = query.replace("$__rate_interval", f"{WINDOW_S * 2}s").replace("$model_name", ".*")
         result = prometheus.get("query", query=text)["result"]
-        numbers = [one["value"][1] for one in result]
+        numbers = [series["value"][1] for series in result]
         if not numbers or "NaN" in numbers:
             empty.append((title, query, numbers))
 

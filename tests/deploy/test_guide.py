@@ -11,7 +11,7 @@ BLOCKS = re.findall(r"^ *```(\w+)\n(.*?)^ *```$", GUIDE, re.MULTILINE | re.DOTAL
 LINES = [line.strip() for kind, text in BLOCKS if kind == "console" for line in text.splitlines()]
 BUILDS = re.findall(r"`(docker build [^`]*)`", GUIDE)
 MANIFESTS: list[Document] = [
-    one for kind, text in BLOCKS if kind == "yaml" for one in documents(text)
+    document for kind, text in BLOCKS if kind == "yaml" for document in documents(text)
 ]
 READ_ONLY = ("get", "describe", "logs")
 
@@ -61,11 +61,11 @@ def test_the_guide_names_every_overlay_and_image() -> None:
 
 
 def test_the_manifests_of_the_guide_are_complete() -> None:
-    assert [one["kind"] for one in MANIFESTS] == ["RuntimeClass", "ResourceQuota"]
+    assert [manifest["kind"] for manifest in MANIFESTS] == ["RuntimeClass", "ResourceQuota"]
 
 
 @pytest.mark.deploy
-@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda one: one["kind"])
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda entry: entry["kind"])
 def test_a_manifest_of_the_guide_fits_the_schema(manifest: Document) -> None:
     import kubernetes_validate
 
@@ -77,7 +77,7 @@ def test_the_guide_says_what_the_manifests_say() -> None:
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     (hpa,) = documents((KUBERNETES / "autoscale-hpa" / "hpa.yaml").read_text("utf-8"))
-    waiting, usage = (one["pods"]["target"]["averageValue"] for one in hpa["spec"]["metrics"])
+    waiting, usage = (item["pods"]["target"]["averageValue"] for item in hpa["spec"]["metrics"])
 
     assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
     assert "waits five seconds (`preStop`)" in " ".join(GUIDE.split())

@@ -65,13 +65,17 @@ def served_words(container: Document) -> list[str]:
 
 def given(container: Document) -> dict[str, Any]:
     return {
-        one.name: one.value
-        for one in server_parser("serve", "").parse_all(served_words(container)).given
+        name.name: name.value
+        for name in server_parser("serve", "").parse_all(served_words(container)).given
     }
 
 
 def document_of(path: Path, kind: str) -> Document:
-    (found,) = (one for one in documents(path.read_text(encoding="utf-8")) if one["kind"] == kind)
+    (found,) = (
+        document
+        for document in documents(path.read_text(encoding="utf-8"))
+        if document["kind"] == kind
+    )
     return found
 
 
@@ -81,15 +85,17 @@ def test_a_file_is_yaml_without_duplicate_keys(path: Path) -> None:
 
     assert found
     if path in RESOURCES:
-        assert all(one["apiVersion"] and one["kind"] and one["metadata"]["name"] for one in found)
+        assert all(
+            entry["apiVersion"] and entry["kind"] and entry["metadata"]["name"] for entry in found
+        )
 
 
 def test_every_file_belongs_to_a_kustomization() -> None:
     used = set()
     for path in KUBERNETES.rglob("kustomization.yaml"):
-        (one,) = documents(path.read_text(encoding="utf-8"))
-        entries = [*one.get("resources", ()), *one.get("components", ())]
-        entries += [patch["path"] for patch in one.get("patches", ()) if "path" in patch]
+        (document,) = documents(path.read_text(encoding="utf-8"))
+        entries = [*document.get("resources", ()), *document.get("components", ())]
+        entries += [patch["path"] for patch in document.get("patches", ()) if "path" in patch]
         for entry in entries:
             target = (path.parent / entry).resolve()
             assert target.exists(), (path, entry)
@@ -102,9 +108,9 @@ def test_every_file_belongs_to_a_kustomization() -> None:
 
 def test_names_that_point_to_each_other_agree() -> None:
     names = {
-        (one["kind"], one["metadata"]["name"])
+        (document["kind"], document["metadata"]["name"])
         for path in RESOURCES
-        for one in documents(path.read_text(encoding="utf-8"))
+        for document in documents(path.read_text(encoding="utf-8"))
     }
     service = document_of(KUBERNETES / "base" / "service.yaml", "Service")
     hpa = document_of(KUBERNETES / "autoscale-hpa" / "hpa.yaml", "HorizontalPodAutoscaler")
@@ -144,7 +150,7 @@ def test_flags_and_variables_of_a_pod_are_those_of_the_server(
     (container,) = template["spec"]["containers"]
 
     flags = given(container)
-    found = {name for name, _, _ in settings({one["name"]: "x" for one in container["env"]})}
+    found = {name for name, _, _ in settings({item["name"]: "x" for item in container["env"]})}
 
     assert "--device" not in " ".join(container.get("args", ())) or flags["device"] == "hpu"
     assert "livenessProbe" not in container or flags["host"] == "0.0.0.0"
@@ -162,16 +168,16 @@ def longest_start_s() -> float:
     schedule = SchedulerConfig(max_num_seqs=128, max_num_batched_tokens=8192)
     plans = [
         make_plan(
-            one,
+            model_facts,
             EngineConfig(
-                one.path,
+                model_facts.path,
                 max_model_len=131_072,
                 scheduler=schedule,
                 parallel=ParallelConfig(tensor_parallel_size=cards),
             ),
             target,
         )
-        for one, cards in ((facts, 1), (large, 8))
+        for model_facts, cards in ((facts, 1), (large, 8))
     ]
     assert all(plan.fits for plan in plans)
     return max(plan.startup_seconds for plan in plans)

@@ -40,7 +40,7 @@ def test_the_grace_period_of_compose_is_longer_than_the_shutdown_timeout() -> No
 
     parsed = server_parser("serve", "").parse_all(service["command"][1:])
 
-    (timeout_s,) = (float(one.value) for one in parsed.given if one.name == "shutdown-timeout")
+    (timeout_s,) = (float(name.value) for name in parsed.given if name.name == "shutdown-timeout")
     assert int(service["stop_grace_period"].rstrip("s")) > timeout_s
 
 

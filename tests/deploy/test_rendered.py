@@ -30,8 +30,8 @@ def overlay(request: pytest.FixtureRequest) -> tuple[str, list[Document]]:
 def at(value: Any, path: list[str]) -> Iterator[Document]:
     """The mappings at a path, through lists."""
     if isinstance(value, list):
-        for one in value:
-            yield from at(one, path)
+        for item in value:
+            yield from at(item, path)
     elif not path:
         yield value
     elif path[0] in value:
@@ -41,20 +41,20 @@ def at(value: Any, path: list[str]) -> Iterator[Document]:
 def test_resources_of_kubernetes_fit_its_schemas(overlay: tuple[str, list[Document]]) -> None:
     import kubernetes_validate
 
-    found = [one for one in overlay[1] if one["kind"] not in EXPECTED]
+    found = [item for item in overlay[1] if item["kind"] not in EXPECTED]
 
-    for one in found:
+    for entry in found:
         # Strict: a field that the schema does not know is an error.
-        kubernetes_validate.validate(one, KUBERNETES_VERSION, strict=True)
+        kubernetes_validate.validate(entry, KUBERNETES_VERSION, strict=True)
 
     assert {"Service", "NetworkPolicy", "ServiceAccount", "PodDisruptionBudget"} <= {
-        one["kind"] for one in found
+        entry["kind"] for entry in found
     }
 
 
 def test_the_cpu_overlay_asks_for_nothing_of_a_card() -> None:
     found = rendered("cpu")
-    (pod,) = [template["spec"] for one in found for template in pod_templates(one)]
+    (pod,) = [template["spec"] for entry in found for template in pod_templates(entry)]
     (container,) = pod["containers"]
 
     assert {"runtimeClassName", "hostIPC", "tolerations"}.isdisjoint(pod)
@@ -71,7 +71,9 @@ def test_pods_of_custom_resources_fit_the_schema_of_a_pod(
 ) -> None:
     import kubernetes_validate
 
-    templates = [one for document in overlay[1] for one in pod_templates(document)]
+    templates = [
+        pod_template for document in overlay[1] for pod_template in pod_templates(document)
+    ]
 
     for template in templates:
         pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(template)}
@@ -81,16 +83,16 @@ def test_pods_of_custom_resources_fit_the_schema_of_a_pod(
 
 
 def test_custom_resources_have_the_expected_fields(overlay: tuple[str, list[Document]]) -> None:
-    for one in overlay[1]:
-        if one["kind"] not in EXPECTED:
+    for item in overlay[1]:
+        if item["kind"] not in EXPECTED:
             continue
-        expected = EXPECTED[one["kind"]]
-        assert one["apiVersion"] == expected["apiVersion"]
-        assert set(expected["required"]) <= set(one["spec"])
+        expected = EXPECTED[item["kind"]]
+        assert item["apiVersion"] == expected["apiVersion"]
+        assert set(expected["required"]) <= set(item["spec"])
         for path, names in expected.items():
             if path.startswith("spec"):
-                for mapping in at(one, path.split(".")):
-                    assert set(mapping) <= set(names), (one["kind"], path)
+                for mapping in at(item, path.split(".")):
+                    assert set(mapping) <= set(names), (item["kind"], path)
 
 
 @functools.cache
@@ -98,8 +100,8 @@ def schemas(folder: Path) -> dict[tuple[str, str, str], Document]:
     """By group, kind and version."""
     found = {}
     for path in folder.rglob("*.yaml"):
-        for one in documents(path.read_text(encoding="utf-8")):
-            spec = one["spec"]
+        for document in documents(path.read_text(encoding="utf-8")):
+            spec = document["spec"]
             for version in spec["versions"]:
                 key = (spec["group"], spec["names"]["kind"].lower(), version["name"])
                 found[key] = version["schema"]["openAPIV3Schema"]
@@ -112,7 +114,7 @@ def schemas(folder: Path) -> dict[tuple[str, str, str], Document]:
 def closed(schema: Any) -> Any:
     """The schema with unknown fields forbidden, as an API server would drop them with a warning."""
     if isinstance(schema, list):
-        return [closed(one) for one in schema]
+        return [closed(option) for option in schema]
     if not isinstance(schema, dict):
         return schema
     made = {key: closed(value) for key, value in schema.items()}
@@ -131,27 +133,27 @@ def test_custom_resources_fit_published_schemas(
         pytest.skip("no --crd-schemas")
     known = schemas(Path(folder))
 
-    for one in overlay[1]:
-        if one["kind"] in EXPECTED:
-            group, version = one["apiVersion"].split("/")
-            schema = closed(known[group, one["kind"].lower(), version])
+    for item in overlay[1]:
+        if item["kind"] in EXPECTED:
+            group, version = item["apiVersion"].split("/")
+            schema = closed(known[group, item["kind"].lower(), version])
             # Kubernetes itself checks these two.
-            body = {"spec": one["spec"]}
+            body = {"spec": item["spec"]}
             schema["required"] = []
             errors = [
                 f"{list(error.path)}: {error.message[:200]}"
                 for error in Draft7Validator(schema).iter_errors(body)
             ]
-            assert errors == [], one["kind"]
+            assert errors == [], item["kind"]
 
 
 def test_an_overlay_has_what_its_name_says(overlay: tuple[str, list[Document]]) -> None:
     name, found = overlay
-    kinds = {one["kind"] for one in found}
+    kinds = {entry["kind"] for entry in found}
     cards = [
         int(template["spec"]["containers"][0]["resources"]["limits"].get("habana.ai/gaudi", 0))
-        for one in found
-        for template in pod_templates(one)
+        for entry in found
+        for template in pod_templates(entry)
     ]
 
     expected = {"eight-cards": [8], "two-nodes-lws": [8, 8], "two-nodes-ray": [8, 8], "cpu": [0]}
@@ -159,7 +161,7 @@ def test_an_overlay_has_what_its_name_says(overlay: tuple[str, list[Document]]) 
     assert ("Deployment" in kinds) != ("two-nodes" in name)
     autoscaled = name.startswith("autoscale")
     assert ("PodMonitor" in kinds) == autoscaled
-    for one in found:
-        if one["kind"] == "Deployment":
+    for entry in found:
+        if entry["kind"] == "Deployment":
             # An autoscaler and a number of replicas in the file would fight.
-            assert ("replicas" in one["spec"]) != autoscaled
+            assert ("replicas" in entry["spec"]) != autoscaled

@@ -21,7 +21,7 @@ KEY = {"Authorization": "Bearer secret"}
 
 def num_threads(server: LiveServer) -> int:
     root = psutil.Process(server.pid)
-    return sum(one.num_threads() for one in (root, *root.children(recursive=True)))
+    return sum(item.num_threads() for item in (root, *root.children(recursive=True)))
 
 
 def test_a_thousand_adapters_leave_nothing_behind(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_thousand_adapters_leave_nothing_behind(tmp_path: Path) -> None:
         listed = client.get("/v1/models").json()["data"]
         metrics = client.get("/metrics").text
 
-    assert [one["id"] for one in listed] == ["base"]
+    assert [name["id"] for name in listed] == ["base"]
     assert "gaudiserve:lora_bytes" in metrics
     assert "adapter-" not in metrics
     assert after[0] - before[0] < 60 * 2**20, f"{(after[0] - before[0]) >> 20} MiB more"

@@ -81,15 +81,15 @@ def test_sequences_and_scores_equal_those_of_transformers(ends: str, tmp_path: P
                 expected, scores = transformers_beam_search(
                     model, prompt, width, num_tokens, penalty, end_ids
                 )
-                actual = [one.tokens[len(prompt) :] for one in output.sequences]
+                actual = [seq.tokens[len(prompt) :] for seq in output.sequences]
                 assert actual == expected, (width, num_tokens, penalty, len(prompt))
                 lengths = [len(tokens) ** penalty for tokens in actual]
-                for one, length, score in zip(output.sequences, lengths, scores, strict=False):
-                    assert one.cum_logprob / length == pytest.approx(score, rel=1e-5, abs=1e-5)
+                for seq, length, score in zip(output.sequences, lengths, scores, strict=False):
+                    assert seq.cum_logprob / length == pytest.approx(score, rel=1e-5, abs=1e-5)
                     logprobs = [entry[token].logprob for entry, token in
-                             zip(one.logprobs, one.tokens[len(prompt) :], strict=True)]  # fmt: skip
-                    assert sum(logprobs) == pytest.approx(one.cum_logprob)
-                num_stopped += sum(one.finish_reason == "stop" for one in output.sequences)
+                             zip(seq.logprobs, seq.tokens[len(prompt) :], strict=True)]  # fmt: skip
+                    assert sum(logprobs) == pytest.approx(seq.cum_logprob)
+                num_stopped += sum(seq.finish_reason == "stop" for seq in output.sequences)
         stats = llm._client.stats
 
     assert (num_stopped > 10) == (ends == "many"), num_stopped
@@ -103,6 +103,6 @@ def test_ignore_eos_and_a_concurrency_limit_are_respected(tmp_path: Path) -> Non
         params = BeamSearchParams(beam_width=2, max_tokens=9, ignore_eos=True)
         outputs = llm.beam_search(PROMPTS, params, concurrency_limit=1)
 
-    lengths = [len(one.tokens) for output in outputs for one in output.sequences]
+    lengths = [len(seq.tokens) for output in outputs for seq in output.sequences]
     assert lengths == [len(prompt) + 9 for prompt in PROMPTS for _ in range(2)]
-    assert {one.finish_reason for output in outputs for one in output.sequences} == {"length"}
+    assert {seq.finish_reason for output in outputs for seq in output.sequences} == {"length"}

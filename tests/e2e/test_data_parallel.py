@@ -92,9 +92,9 @@ def test_two_engines_give_the_tokens_of_one(live: LiveServer, server: LiveServer
     prompts = [f"{word} once upon a time" for word in ("red", "green", "blue", "grey")]
     body = {"model": "tiny", "prompt": prompts, "max_tokens": 24, "temperature": 0, "logprobs": 0}
 
-    two, one = (each.ask("/v1/completions", body).json() for each in (live, server))
+    two, single = (each.ask("/v1/completions", body).json() for each in (live, server))
 
-    tokens = [[choice["logprobs"]["tokens"] for choice in all["choices"]] for all in (two, one)]
+    tokens = [[choice["logprobs"]["tokens"] for choice in all["choices"]] for all in (two, single)]
     assert tokens[0] == tokens[1]
     assert [of_engine(live, "gaudiserve:routed_requests_total", n) for n in (0, 1)] == [2, 2]
     assert live.ask("/ready").json() == {"status": "ready", "engines": "2 of 2"}

@@ -31,8 +31,8 @@ def expected_pairs(folder: Path) -> np.ndarray[Any, Any]:
 
     tokens = range(VOCAB)
     first = following([PROMPT])[0]
-    second = following([[*PROMPT, one] for one in tokens])
-    third = following([[*PROMPT, one, two] for one in tokens for two in tokens])
+    second = following([[*PROMPT, token] for token in tokens])
+    third = following([[*PROMPT, token, two] for token in tokens for two in tokens])
     pairs = first[:, None, None] * second[:, :, None] * third.view(VOCAB, VOCAB, VOCAB)
     found: np.ndarray[Any, Any] = pairs.sum(0).numpy()
     return found

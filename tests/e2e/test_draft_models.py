@@ -94,14 +94,14 @@ def test_a_draft_that_is_not_finite_is_rejected_alone(folder: Path, tmp_path: Pa
 
 def test_a_prefix_that_the_target_has_cached_is_computed_by_the_drafter(folder: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    one = SamplingParams(temperature=0, max_tokens=1)
+    single = SamplingParams(temperature=0, max_tokens=1)
     flags = {**SHAPE, **ROOMY}
     with LLM(str(folder), **flags) as llm:
         expected = choices(llm.generate(PROMPTS, params, use_tqdm=False))
 
     with LLM(str(folder), **flags, **drafts(folder)) as llm:
         # These end before anything is drafted for them.
-        llm.generate(PROMPTS, one, use_tqdm=False)
+        llm.generate(PROMPTS, single, use_tqdm=False)
         before = llm._client.stats
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         stats = llm._client.stats

@@ -128,7 +128,7 @@ def test_a_head_on_a_card_drafts_what_dense_code_does(
         found, _ = run(target, **{**CARD, "emulator_strict": False}, **speculation(method, **keys))
 
     assert found == expected
-    wrong = [one for one in kept if one[1] != draft(one[0], len(one[1]))]
+    wrong = [tensor for tensor in kept if tensor[1] != draft(tensor[0], len(tensor[1]))]
     assert len(kept) > 50
     # A block that two sequences share has the token behind it of one of them.
     has_cache = method in ("eagle", "eagle3", "mtp")
@@ -185,17 +185,17 @@ def test_drafts_behind_which_a_grammar_holds_are_verified(
     prompts = [[number, 9 + number, number] for number in range(len(params))]
     text = {"skip_tokenizer_init": False}
     with LLM(str(target), device="cpu", **{**SHAPE, **text}) as llm:
-        expected = [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
+        expected = [item.outputs[0].token_ids for item in llm.generate(prompts, params)]
 
     flags = {**SHAPE, **CARD, **text, "execution_mode": mode, **speculation(method, **keys)}
     with LLM(str(target), **flags) as llm:
         outputs = llm.generate(prompts, params)
         stats = llm._client.stats
 
-    assert [one.outputs[0].token_ids for one in outputs] == expected
-    for one, param in zip(outputs, params, strict=True):
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    for item, param in zip(outputs, params, strict=True):
         if param.structured_outputs is not None:
-            assert re.fullmatch("[ -~]+", one.outputs[0].text)
+            assert re.fullmatch("[ -~]+", item.outputs[0].text)
     assert stats.spec_decode["num_draft_tokens"] > 50
     if method == "draft_model":
         # The target itself.

@@ -144,15 +144,15 @@ def _plain(choice: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in part.items() if name not in left_out and value != []}
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(first: Any, other: Any) -> bool:
     """Equal but for the rounding of floats."""
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
+    if isinstance(first, float) and isinstance(other, float):
+        return math.isclose(first, other, rel_tol=1e-3, abs_tol=1e-3)
+    if isinstance(first, dict) and isinstance(other, dict):
+        return first.keys() == other.keys() and all(equal(first[key], other[key]) for key in first)
+    if isinstance(first, list) and isinstance(other, list):
+        return len(first) == len(other) and all(map(equal, first, other))
+    return bool(first == other)
 
 
 async def ask_both(

@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_two_ranks_of_torchrun_give_the_tokens_of_one_process(folder: str) -> None:
     with LLM(folder, **SETTINGS) as llm:
-        params = [SamplingParams(**one) for one in SAMPLING]
+        params = [SamplingParams(**item) for item in SAMPLING]
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         outputs += llm.generate(PROMPTS[:2], params[:2], use_tqdm=False)
     expected = [list(choice.token_ids) for output in outputs for choice in output.outputs]
@@ -80,7 +80,9 @@ def test_two_ranks_of_torchrun_give_the_tokens_of_one_process(folder: str) -> No
     done = torchrun(folder)
 
     assert done.returncode == 0, done.stderr
-    found = {one["rank"]: one["tokens"] for one in map(json.loads, done.stdout.splitlines()) if one}
+    found = {
+        line["rank"]: line["tokens"] for line in map(json.loads, done.stdout.splitlines()) if line
+    }
     assert found == {0: expected, 1: expected}
 
 

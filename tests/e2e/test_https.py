@@ -24,7 +24,9 @@ BODY = {"model": "tiny", "prompt": "hi", "max_tokens": 8, "ignore_eos": True}
 def write_certificate(authority: trustme.CA, folder: Path, name: str) -> None:
     issued = authority.issue_cert(name, "127.0.0.1")
     issued.private_key_pem.write_to_path(folder / "key.pem")
-    (folder / "cert.pem").write_bytes(b"".join(one.bytes() for one in issued.cert_chain_pems))
+    (folder / "cert.pem").write_bytes(
+        b"".join(cert_chain_pem.bytes() for cert_chain_pem in issued.cert_chain_pems)
+    )
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 15) -> None:

@@ -68,8 +68,8 @@ def test_phi_4_has_an_adapter_of_its_own_for_prompts_with_pictures(
     adapter = write_adapter(folder / "vision-lora", folder, targets=targets, target_modules=pattern)
     whole = merge(tmp_path / "merged", folder, adapter)
     prompts = [prompt(PICTURES[0]), "text alone"]
-    for one in prompts[:1]:
-        one["prompt"] = one["prompt"].replace("<image>", "<|image|>")
+    for changed in prompts[:1]:
+        changed["prompt"] = changed["prompt"].replace("<image>", "<|image|>")
     with LLM(str(whole), **OPTIONS) as llm:
         adapted = tokens_of(llm, prompts)
     with LLM(str(folder), **OPTIONS) as llm:
@@ -119,9 +119,9 @@ def url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-IMAGES = [url(image_bytes(one)) for one in PICTURES]
+IMAGES = [url(image_bytes(picture)) for picture in PICTURES]
 CONTENT: list[dict[str, Any]] = [
-    *({"type": "image_url", "image_url": {"url": one}} for one in IMAGES),
+    *({"type": "image_url", "image_url": {"url": image}} for image in IMAGES),
     {"type": "text", "text": "what?"},
 ]
 
@@ -178,7 +178,7 @@ def test_several_pictures_are_the_same_in_all_apis(live: LiveServer) -> None:
         messages=[{"role": "user", "content": CONTENT}],
         max_tokens=6,
     )
-    parts = [{"type": "input_image", "image_url": one, "detail": "auto"} for one in IMAGES]
+    parts = [{"type": "input_image", "image_url": image, "detail": "auto"} for image in IMAGES]
     response = ask(
         live,
         "/v1/responses",
@@ -191,10 +191,10 @@ def test_several_pictures_are_the_same_in_all_apis(live: LiveServer) -> None:
             "source": {
                 "type": "base64",
                 "media_type": "image/png",
-                "data": one.partition(",")[2],
+                "data": image.partition(",")[2],
             },
         }
-        for one in IMAGES
+        for image in IMAGES
     ]
     message = ask(
         live,
@@ -220,7 +220,7 @@ def test_pictures_of_all_turns_are_seen(live: LiveServer) -> None:
     """In the turns of a system, an assistant and a tool, as this template shows them."""
 
     def told(pictures: list[str]) -> Any:
-        image = [{"type": "image_url", "image_url": {"url": one}} for one in pictures]
+        image = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         return ask(
             live,
@@ -235,7 +235,7 @@ def test_pictures_of_all_turns_are_seen(live: LiveServer) -> None:
             logprobs=True,
         )["choices"][0]["logprobs"]["content"][0]["logprob"]
 
-    one, other = IMAGES
-    values = {told(list(three)) for three in ([one] * 3, [other, one, one], [one, other, one],
-                                              [one, one, other])}  # fmt: skip
+    own, other = IMAGES
+    values = {told(list(three)) for three in ([own] * 3, [other, own, own], [own, other, own],
+                                              [own, own, other])}  # fmt: skip
     assert len(values) == 4

@@ -46,7 +46,7 @@ def run(folder: Path, family: str, **options: Any) -> tuple[list[list[int]], Any
     with LLM(str(folder), **options, **READS_TWO.get(family, {})) as llm:
         outputs = llm.generate(prompts_of(family), GREEDY, use_tqdm=False)
         stats = llm._client.stats
-    return [list(one.outputs[0].token_ids) for one in outputs], stats
+    return [list(output.outputs[0].token_ids) for output in outputs], stats
 
 
 @pytest.mark.slow

@@ -75,7 +75,8 @@ def part(image: Image.Image) -> dict[str, Any]:
 
 def turn(*parts: Any) -> dict[str, Any]:
     content = [
-        {"type": "text", "text": one} if isinstance(one, str) else part(one) for one in parts
+        {"type": "text", "text": entry} if isinstance(entry, str) else part(entry)
+        for entry in parts
     ]
     return {"role": "user", "content": content}
 
@@ -99,7 +100,7 @@ def processed(folder: str, text: str, images: list[Image.Image]) -> dict[str, An
         inputs = dict(processor(images, return_tensors="pt"))
         first, *others = text.split(mark)
         counts = (inputs["image_grid_thw"].prod(-1) // 4).tolist()
-        text = first + "".join(mark * n + one for n, one in zip(counts, others, strict=True))
+        text = first + "".join(mark * n + item for n, item in zip(counts, others, strict=True))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     kinds = (ids == tokenizer.convert_tokens_to_ids(mark)).long()
@@ -136,7 +137,7 @@ def with_rows(folder: str, text: str, images: list[Image.Image]) -> dict[str, An
         features = model.model.get_image_features(**inputs).pooler_output
     first, *others = text.split("<image>")
     text = first + "".join(
-        "<image>" * len(rows) + one for rows, one in zip(features, others, strict=True)
+        "<image>" * len(rows) + item for rows, item in zip(features, others, strict=True)
     )
     return {**inputs, "input_ids": tokenizer(text, return_tensors="pt")["input_ids"]}
 
@@ -147,20 +148,25 @@ def with_crops(folder: str, text: str, images: list[Image.Image]) -> dict[str, A
     found = [Phi4ImageProcessor(fields)(images=[image]) for image in images]
     inputs: dict[str, Any] = {}
     if found:
-        most = max(one["image_pixel_values"].shape[1] for one in found)
+        most = max(entry["image_pixel_values"].shape[1] for entry in found)
         for name in ("image_pixel_values", "image_attention_mask"):
-            tensors = [torch.from_numpy(one[name]) for one in found]
+            tensors = [torch.from_numpy(entry[name]) for entry in found]
             inputs[name] = torch.cat(
                 [
-                    torch.cat((one, one.new_ones(1, most - one.shape[1], *one.shape[2:])), dim=1)
-                    for one in tensors
+                    torch.cat(
+                        (tensor, tensor.new_ones(1, most - tensor.shape[1], *tensor.shape[2:])),
+                        dim=1,
+                    )
+                    for tensor in tensors
                 ]
             )
-        inputs["image_sizes"] = torch.cat([torch.from_numpy(one["image_sizes"]) for one in found])
+        inputs["image_sizes"] = torch.cat(
+            [torch.from_numpy(entry["image_sizes"]) for entry in found]
+        )
     mark = "<|image|>"
     first, *others = text.split(mark)
-    counts = [one["num_img_tokens"][0] for one in found]
-    text = first + "".join(mark * n + one for n, one in zip(counts, others, strict=True))
+    counts = [entry["num_img_tokens"][0] for entry in found]
+    text = first + "".join(mark * n + item for n, item in zip(counts, others, strict=True))
     return {
         **inputs,
         "input_ids": AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"],
@@ -174,14 +180,14 @@ def expected(folder: str, parts: tuple[Any, ...]) -> tuple[list[int], int]:
     options = {"attn_implementation": "eager"} if "phi4" in folder else {}
     model = kind.from_pretrained(folder, dtype=torch.float32, **options).eval()
     content = [
-        {"type": "text", "text": one} if isinstance(one, str) else {"type": "image"}
-        for one in parts
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+        for part in parts
     ]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
-    images = [one for one in parts if not isinstance(one, str)]
+    images = [part for part in parts if not isinstance(part, str)]
     inputs = processed(folder, text, images)
     with torch.inference_mode():
         output = model.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
@@ -232,8 +238,8 @@ def test_a_chat_with_a_video_gives_the_tokens_of_transformers(
     mark = TINY[family].video_mark if family.startswith("qwen3") else "<|video_pad|>"
     ids = tokenizer(text.replace(mark, answer.text), return_tensors="pt")["input_ids"]
     values = {
-        one.name: torch.frombuffer(bytearray(one.data), dtype=getattr(torch, one.dtype))
-        for one in answer.tensors
+        tensor.name: torch.frombuffer(bytearray(tensor.data), dtype=getattr(torch, tensor.dtype))
+        for tensor in answer.tensors
     }
     with torch.inference_mode():
         output = model.generate(
@@ -346,8 +352,8 @@ def test_a_request_with_an_image_goes_on_behind_a_killed_engine(live: LiveServer
 
 def shared_folder(pid: int) -> Path:
     """That of the daemon's files in shared memory, whose lock it holds."""
-    opened = (Path(os.readlink(one)) for one in Path(f"/proc/{pid}/fd").iterdir())
-    (lock,) = (one for one in opened if one.match("/dev/shm/gaudiserve-*/*"))
+    opened = (Path(os.readlink(path)) for path in Path(f"/proc/{pid}/fd").iterdir())
+    (lock,) = (descriptor for descriptor in opened if descriptor.match("/dev/shm/gaudiserve-*/*"))
     return lock.parent
 
 

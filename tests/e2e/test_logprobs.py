@@ -145,8 +145,8 @@ def check_prompt(logprobs: list[Any], prompt: list[int], scores: Scores, width: 
         assert entries[str(token)]["logprob"] == pytest.approx(float(table[i, token]), abs=1e-4)
         best = table[i].topk(width).indices.tolist()
         assert set(map(str, best)) <= set(entries)
-        for rank, one in enumerate(best, start=1):
-            assert entries[str(one)]["rank"] == rank
+        for rank, item in enumerate(best, start=1):
+            assert entries[str(item)]["rank"] == rank
 
 
 def test_chat_returns_prompt_logprobs(server: LiveServer, scores: Scores) -> None:

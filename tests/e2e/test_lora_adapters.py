@@ -55,7 +55,9 @@ def train(
     model = peft.get_peft_model(
         base, peft.LoraConfig(task_type="CAUSAL_LM", lora_alpha=32, lora_dropout=0.0, **config)
     )
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=2e-3)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=2e-3
+    )
     pairs = []
     for question, target in zip(QUESTIONS, targets, strict=True):
         prompt = chat(tokenizer, question)

@@ -39,8 +39,8 @@ def test_vectors_equal_those_of_sentence_transformers_batched_and_alone(
         together = llm.embed(texts, **options)
         alone = [llm.embed(text, **options)[0] for text in texts[:3]]
 
-    for (text, expected), one in zip(reference(), together, strict=True):
-        found = np.array(one.outputs.embedding)
+    for (text, expected), item in zip(reference(), together, strict=True):
+        found = np.array(item.outputs.embedding)
         np.testing.assert_allclose(found, expected, atol=TOLERANCE, err_msg=text)
-    for one, other in zip(alone, together, strict=False):
-        np.testing.assert_allclose(one.outputs.embedding, other.outputs.embedding, atol=1e-5)
+    for first, other in zip(alone, together, strict=False):
+        np.testing.assert_allclose(first.outputs.embedding, other.outputs.embedding, atol=1e-5)

@@ -37,7 +37,9 @@ def converse(llm: LLM) -> list[tuple[list[int], int]]:
         for _ in range(2)
         for talk in TALKS
     ]
-    return [(list(one.outputs[0].token_ids), one.num_cached_tokens or 0) for one in outputs]
+    return [
+        (list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs
+    ]
 
 
 @pytest.mark.parametrize(

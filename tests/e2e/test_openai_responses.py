@@ -107,9 +107,9 @@ def test_streamed_deltas_join_to_the_whole_text(client: openai.OpenAI) -> None:
     counted = client.responses.input_tokens.count(model="tiny", input=body["input"])
 
     assert whole.usage is not None
-    joined = "".join(one.delta for one in events if one.type == "response.output_text.delta")
+    joined = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert joined == whole.output_text
-    assert [one.sequence_number for one in events] == list(range(len(events)))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
     assert counted.input_tokens == whole.usage.input_tokens
     with pytest.raises(openai.BadRequestError, match="maximum context length is 2048"):
         client.responses.create(model="tiny", input="long " * 3000, stream=True)

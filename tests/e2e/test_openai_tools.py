@@ -223,8 +223,8 @@ def test_the_demo_model_uses_a_tool_in_a_message_and_reads_the_result(demo: Live
     (use,) = answer["content"]
     assert (use["type"], use["name"], use["input"]) == ("tool_use", "get_weather", OSLO)
     assert answer["stop_reason"] == "tool_use"
-    events = [json.loads(one[6:]) for one in streamed.split("\n") if one.startswith("data: ")]
-    parts = [one["delta"].get("partial_json", "") for one in events if "delta" in one]
+    events = [json.loads(item[6:]) for item in streamed.split("\n") if item.startswith("data: ")]
+    parts = [event["delta"].get("partial_json", "") for event in events if "delta" in event]
     assert json.loads("".join(parts)) == OSLO
     result = {"type": "tool_result", "tool_use_id": use["id"], "content": "rain"}
     history = [

@@ -130,11 +130,11 @@ def test_timeouts_end_requests_that_wait_and_that_run(fair: LiveServer) -> None:
         start_s = time.monotonic()
         later = [pool.submit(ask, fair, FLOOD, timeout=0.3) for _ in range(20)]
 
-        answers = [one.result() for one in later]
+        answers = [entry.result() for entry in later]
         assert time.monotonic() - start_s < 5
         assert {answer.status_code for answer in answers} == {504}
         assert {answer.json()["error"]["code"] for answer in answers} == {"timeout"}
-        assert {one.result().status_code for one in first} == {504}
+        assert {entry.result().status_code for entry in first} == {504}
 
     wait_for(lambda: idle(fair))
     assert metric(fair, "vllm:kv_cache_usage_perc") == 0

@@ -57,9 +57,9 @@ def test_loss_is_relative_to_the_first_variant() -> None:
 
     table = rows([whole, packed])
 
-    assert [one["perplexity"] for one in table] == pytest.approx([2, 2 * math.sqrt(2)])
-    assert [one["ratio"] for one in table] == pytest.approx([1, math.sqrt(2)])
-    assert [one["agreement"] for one in table] == [1, 0.5]
+    assert [item["perplexity"] for item in table] == pytest.approx([2, 2 * math.sqrt(2)])
+    assert [item["ratio"] for item in table] == pytest.approx([1, math.sqrt(2)])
+    assert [item["agreement"] for item in table] == [1, 0.5]
 
 
 def test_the_command_writes_a_table_and_json(
@@ -72,11 +72,11 @@ def test_the_command_writes_a_table_and_json(
 
     status = main([tiny_model, "--variants=none", "--dtype=float32", *sizes, *files])
 
-    (one,) = json.loads(figures.read_text())["variants"]
+    (variant,) = json.loads(figures.read_text())["variants"]
     assert status == 0
     assert capsys.readouterr().out == table.read_text()
     assert (
-        f"| none | float32 | auto | {one['perplexity']:.3f} | 1.0000 | 100.0% |"
+        f"| none | float32 | auto | {variant['perplexity']:.3f} | 1.0000 | 100.0% |"
         in table.read_text()
     )
-    assert one["weight_bytes"] > 0 and one["tokens_per_s"] > 0
+    assert variant["weight_bytes"] > 0 and variant["tokens_per_s"] > 0

@@ -135,9 +135,9 @@ def test_emulated_cards_give_the_tokens_of_one_and_compile_nothing_after_warmup(
 ) -> None:
     prompts = [{"prompt_token_ids": list(range(20))}, {"prompt_token_ids": [40, 41]}] * 2
     sampling = [
-        SamplingParams(max_tokens=9, temperature=one, seed=3, ignore_eos=True) for one in (0, 0.8)
+        SamplingParams(max_tokens=9, temperature=item, seed=3, ignore_eos=True) for item in (0, 0.8)
     ]
-    sampling = [one for one in sampling for _ in range(2)]
+    sampling = [item for item in sampling for _ in range(2)]
     with LLM(folder, **CPU) as llm:
         expected = llm.generate(prompts, sampling, use_tqdm=False)
     flags = {"execution_mode": "hpu-graphs", "graph_reserved_mem": graph_memory}

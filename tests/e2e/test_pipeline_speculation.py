@@ -18,7 +18,7 @@ from engine.request import Request
 from engine.scheduling import scheduler
 from engine.scheduling.known_tokens import known_tokens
 from gaudiserve import LLM
-from hpu.protocol import KnownTokens
+from hpu.protocol import SampledTokens
 
 NGRAM = {
     "method": "ngram",
@@ -119,11 +119,11 @@ def test_a_head_on_the_last_stage_reads_hidden_states_of_all_stages(
     plain, _ = run(target, MIXED)
     kept: list[tuple[list[int], list[int]]] = []
 
-    def recorded(decodes: list[Request], width: int) -> KnownTokens:
-        for one in decodes:
-            if one.drafts:
-                text = np.frombuffer(one.token_bytes(0, one.num_tokens), "<u4").tolist()
-                kept.append((text, one.drafts))
+    def recorded(decodes: list[Request], width: int) -> SampledTokens:
+        for decode in decodes:
+            if decode.drafts:
+                text = np.frombuffer(decode.token_bytes(0, decode.num_tokens), "<u4").tolist()
+                kept.append((text, decode.drafts))
         return known_tokens(decodes, width)
 
     with patch.object(scheduler, "known_tokens", recorded):
@@ -134,7 +134,7 @@ def test_a_head_on_the_last_stage_reads_hidden_states_of_all_stages(
     checked = kept[::7]
     assert len(checked) > 20
     # As in tests/e2e/test_draft_heads.py: sequences that share a block and go on differently.
-    wrong = [one for one in checked if one[1] != draft(one[0], len(one[1]))]
+    wrong = [item for item in checked if item[1] != draft(item[0], len(item[1]))]
     has_cache = method in ("eagle", "eagle3", "mtp")
     assert len(wrong) <= (len(checked) // 7 if has_cache else 0)
 
@@ -153,7 +153,7 @@ def test_stages_verify_drafts_under_a_grammar(folder: Path) -> None:
     found, stats = run(folder, PAIRS, **flags, speculative_config=NGRAM, pipeline_parallel_size=2)
 
     assert choices(found) == choices(plain)
-    assert all(re.match("(a[b-d]|[0-9]{2}),", one.outputs[0].text) for one in found)
+    assert all(re.match("(a[b-d]|[0-9]{2}),", entry.outputs[0].text) for entry in found)
     assert stats.spec_decode["num_accepted_tokens"] > 20
 
 
@@ -252,7 +252,7 @@ def test_emulated_stages_draft_from_earlier_outputs(folder: Path) -> None:
         flags = {**CARD, "max_num_seqs": 1, "pipeline_parallel_size": stages}
         with LLM(str(folder), **{**SHAPE, **flags}, speculative_config=keys) as llm:
             outputs = llm.generate([[9, 41, 7]] * 3, sampling, use_tqdm=False)
-            assert len({tuple(one.outputs[0].token_ids) for one in outputs}) == 1
+            assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
             return int(llm._client.stats.spec_decode["num_accepted_tokens"])
 
     alone, earlier = accepted(OWN_TEXT, 2), accepted(EARLIER, 2)

@@ -104,7 +104,7 @@ def test_a_pod_starts_serves_drains_and_ends_within_its_grace_period(
         while not before or before[-1][0] != 200:
             assert time.monotonic() < end and live.process.poll() is None, live.text()
             before.append((probe(live, "startup"), probe(live, "liveness")))
-        answered = [one for one in before if one[0] is not None]
+        answered = [entry for entry in before if entry[0] is not None]
         assert answered[0] == (503, 200)
         assert {liveness for _, liveness in answered} == {200}
         assert ask(live).status_code == 200

@@ -197,7 +197,7 @@ async def test_with_two_engines_the_pause_is_below_a_second(tmp_path: Path) -> N
             os.kill(engines_of(live)[0], signal.SIGKILL)
             times = await asyncio.gather(*streams)
 
-        pauses_s = [max(b - a for a, b in itertools.pairwise(one)) for one in times]
+        pauses_s = [max(b - a for a, b in itertools.pairwise(time)) for time in times]
         print(f"pauses: {sorted(pauses_s)}")
         assert values(live, "gaudiserve:resumed_requests_total") > 0
         assert max(pauses_s) < 1

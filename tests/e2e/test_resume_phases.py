@@ -162,13 +162,13 @@ def test_adapters_go_on(tmp_path: Path) -> None:
         loaded = httpx.post(f"{live.url}/v1/load_lora_adapter", json=named, headers=KEY)
         assert loaded.status_code == 200, loaded.text
         models = ("tiny", "first", "second")
-        bodies = [{**STREAM, "model": one, "prompt": "x", "max_tokens": 400} for one in models]
+        bodies = [{**STREAM, "model": model, "prompt": "x", "max_tokens": 400} for model in models]
         expected = contents(live, bodies)
 
         found = contents(live, bodies, kill_engine)
 
         assert_same(found, expected)
-        assert len({str(one) for one in expected}) == len(models)
+        assert len({str(entry) for entry in expected}) == len(models)
         assert value(live, "gaudiserve:resumed_requests_total") == len(models)
         # The one that was loaded at run time is served as before.
         assert differences(content(live, bodies[2]), expected[2]) == []

@@ -43,8 +43,8 @@ def test_quoting_compares_servers_with_the_first(tiny_model: str, tmp_path: Path
     )
 
     servers = json.loads((tmp_path / "both.json").read_text())["servers"]
-    assert [one["name"] for one in servers] == ["without", "ngram"]
-    (first,), (second,) = (one["rates"] for one in servers)
+    assert [server["name"] for server in servers] == ["without", "ngram"]
+    (first,), (second,) = (server["rates"] for server in servers)
     assert f"| without | {first:.1f} | {first:.1f} | {first:.1f} | 1.00 | " in printed
     assert (
         f"| ngram | {second:.1f} | {second:.1f} | {second:.1f} | {second / first:.2f} |" in printed

@@ -129,8 +129,8 @@ def test_log_probabilities_are_those_of_each_token(folder: Path) -> None:
 
     assert choices(speculated) == choices(plain)
     assert stats.spec_decode["num_accepted_tokens"] > 0
-    for one, other in zip(plain, speculated, strict=True):
-        before, after = one.outputs[0].logprobs, other.outputs[0].logprobs
+    for first, other in zip(plain, speculated, strict=True):
+        before, after = first.outputs[0].logprobs, other.outputs[0].logprobs
         assert before is not None and after is not None and len(before) == len(after)
         for position, expected in zip(after, before, strict=True):
             assert list(position) == list(expected)
@@ -160,7 +160,7 @@ def test_requests_with_a_grammar_run_beside_drafts(folder: Path) -> None:
     speculated, stats = run(folder, params, skip_tokenizer_init=False, speculative_config=ALWAYS)
 
     assert choices(speculated) == choices(plain)
-    assert all(re.match("[0-9]{3}-[0-9]*$", one.outputs[0].text) for one in speculated[::2])
+    assert all(re.match("[0-9]{3}-[0-9]*$", item.outputs[0].text) for item in speculated[::2])
     assert stats.spec_decode["num_accepted_tokens"] > 0
 
 

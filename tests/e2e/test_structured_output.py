@@ -143,12 +143,12 @@ def test_forced_calls_match_their_schemas(client: openai.OpenAI, choice: Any) ->
 
     answer = client.chat.completions.create(**ask, n=3, seed=3, parallel_tool_calls=False)
 
-    for one in answer.choices:
-        (call,) = one.message.tool_calls or []
+    for alternative in answer.choices:
+        (call,) = alternative.message.tool_calls or []
         tool = next(t["function"] for t in TOOLS if t["function"]["name"] == call.function.name)
         jsonschema.validate(json.loads(call.function.arguments), tool["parameters"])
-        assert one.message.content is None
-        assert one.finish_reason == ("tool_calls" if choice == "required" else "stop")
+        assert alternative.message.content is None
+        assert alternative.finish_reason == ("tool_calls" if choice == "required" else "stop")
 
 
 @pytest.fixture(scope="module")

@@ -62,15 +62,15 @@ def test_a_batch_that_is_killed_twice_answers_each_line_once(
     assert "are answered already" in done.stderr
     assert done.stdout == "200 lines answered, 1 of them with an error\n"
     answers = [json.loads(line) for line in out.read_text().splitlines()]
-    assert sorted(one["custom_id"] for one in answers) == sorted(
+    assert sorted(answer["custom_id"] for answer in answers) == sorted(
         ["last", *(f"r{i}" for i in range(199))]
     )
-    by_id = {one["custom_id"]: one["response"] for one in answers}
+    by_id = {answer["custom_id"]: answer["response"] for answer in answers}
     assert by_id.pop("last")["status_code"] == 400
-    assert {one["body"]["choices"][0]["text"] for one in by_id.values()} == {
+    assert {item["body"]["choices"][0]["text"] for item in by_id.values()} == {
         by_id["r0"]["body"]["choices"][0]["text"]
     }
-    assert {one["body"]["usage"]["completion_tokens"] for one in by_id.values()} == {40}
+    assert {item["body"]["usage"]["completion_tokens"] for item in by_id.values()} == {40}
 
 
 def test_a_batch_asks_a_running_server_and_says_when_there_is_none(

@@ -46,8 +46,8 @@ def test_workers_on_a_cpu_share_the_usable_cores_node_by_node(host: Path) -> Non
     three = [cores_of_rank(rank, 3, range(16), host) for rank in range(3)]
 
     assert cores_of_rank(1, 2, range(16), host) == CoreRange(numa_nodes(host)[1], (1,))
-    assert [None if one is None else one.nodes for one in three] == [(0,), (0, 1), (1,)]
-    assert sum(len(one.cores) for one in three if one is not None) == 16
+    assert [None if host is None else host.nodes for host in three] == [(0,), (0, 1), (1,)]
+    assert sum(len(host.cores) for host in three if host is not None) == 16
 
 
 def test_a_host_with_one_node_or_too_few_cores_divides_nothing(host: Path, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_killed_worker_of_one_engine_ends_all_engines(folder: str) -> None:
         processes = llm._client._processes.processes  # type: ignore[attr-defined]
         pids = [process.pid for process in processes.values()]
         workers = [sorted(workers_of(pid)) for pid in pids]
-        assert [len(one) for one in workers] == [2, 2]
+        assert [len(worker) for worker in workers] == [2, 2]
 
         ends, seconds = llm._background.run(kill(llm, workers[1][1]))
 
@@ -188,8 +188,8 @@ def test_engines_on_two_hosts_share_experts_over_one_address_and_end_together(
     )
     env = {"GAUDISERVE_DATA_PARALLEL_TOKEN": "0123456789abcdef", "GLOO_SOCKET_IFNAME": "lo"}
     folders = [tmp_path / name for name in ("first", "second")]
-    for one in folders:
-        one.mkdir()
+    for path in folders:
+        path.mkdir()
     with contextlib.ExitStack() as stack:
 
         def started(log: Path, *more: str) -> LiveServer:
@@ -209,7 +209,7 @@ def test_engines_on_two_hosts_share_experts_over_one_address_and_end_together(
         first.wait_ready()
 
         # Of an API server, the meeting of the ranks, and the hub.
-        assert listening(range(port, port + 4)) == {(address, port + one) for one in (1, 2, 3)}
+        assert listening(range(port, port + 4)) == {(address, port + path) for path in (1, 2, 3)}
         body = {**BODY, "prompt": PROMPTS, "max_tokens": 20}
         found = first.ask("/v1/completions", body).json()["choices"]
         assert [choice["text"] for choice in found] == expected

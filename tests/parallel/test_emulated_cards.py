@@ -101,10 +101,10 @@ def test_random_requests_compile_nothing_and_fall_back_never(
 
     differing = [
         (sampling.temperature, index)
-        for index, ((_, sampling), one, other) in enumerate(
+        for index, ((_, sampling), entry, other) in enumerate(
             zip(random_requests(count), found, expected, strict=True)
         )
-        if one != other
+        if entry != other
     ]
     assert [index for temperature, index in differing if temperature == 0] == []
     assert len(differing) <= MAX_BORDERLINE, differing

@@ -140,7 +140,10 @@ def test_quantized_ranks_give_the_log_probabilities_of_one_process(
             outputs = llm.generate(prompts, scored, use_tqdm=False)
         rows = [output.prompt_logprobs or [] for output in outputs]
         found.append(
-            [([], [row and {t: v.logprob for t, v in row.items()} for row in one]) for one in rows]
+            [
+                ([], [row and {t: v.logprob for t, v in row.items()} for row in entry])
+                for entry in rows
+            ]
         )
 
     # Each rank rounds its part of a sum to bfloat16.

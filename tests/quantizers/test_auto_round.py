@@ -70,13 +70,13 @@ def _write_awq_reference(plain: Path, folder: Path, target: Path, group_size: in
     """As _write_reference, by the definition of AWQ: transformers needs GPTQModel for it."""
     shutil.copytree(plain, target)
     tensors = load_file(folder / "model.safetensors")
-    weights = {name: one.float() for name, one in tensors.items() if name.endswith(".weight")}
+    weights = {name: tensor.float() for name, tensor in tensors.items() if name.endswith(".weight")}
     for name, scales in tensors.items():
         if not name.endswith(".scales"):
             continue
         module = name.removesuffix(".scales")
         values, zeros = (_unpacked(tensors[f"{module}.{end}"]) for end in ("qweight", "qzeros"))
-        zeros, scales = (one.repeat_interleave(group_size, 0) for one in (zeros, scales.float()))
+        zeros, scales = (item.repeat_interleave(group_size, 0) for item in (zeros, scales.float()))
         weights[f"{module}.weight"] = ((values - zeros) * scales).T.contiguous()
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
 

@@ -55,7 +55,7 @@ def test_the_served_model_is_that_of_the_tool(
         **{"bits": 4, "group_size": 32, "desc_act": False, **FORMATS[name]}
     )
     model = gptqmodel.GPTQModel.load(str(plain), config, device="cpu")
-    samples = [{"input_ids": one, "attention_mask": [1] * len(one)} for one in SAMPLES]
+    samples = [{"input_ids": sample, "attention_mask": [1] * len(sample)} for sample in SAMPLES]
     model.quantize(samples, batch_size=1)
     folder = tmp_path / "quantized"
     model.save(str(folder))
@@ -78,7 +78,8 @@ def _logprobs_of_tool(plain: Path, folder: Path, *, is_awq: bool) -> list[float]
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     # Embeddings, norms and the head are rounded to 16 bits in the file.
     model.load_state_dict(
-        {name: one.float() for name, one in quantized.model.named_parameters()}, strict=False
+        {name: parameter.float() for name, parameter in quantized.model.named_parameters()},
+        strict=False,
     )
     for name, module in quantized.model.named_modules():
         if hasattr(module, "qweight"):

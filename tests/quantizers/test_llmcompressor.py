@@ -74,7 +74,7 @@ def test_fp8_with_samples_makes_up_for_errors_and_is_that_of_the_library(tmp_pat
     assert main([*words, "-o", str(outputs[0])]) == 0
     assert main([*words, "-o", str(outputs[1]), "--data", str(TEXTS), "--max-samples=8"]) == 0
 
-    rounded, calibrated = (load_file(one / "model.safetensors") for one in outputs)
+    rounded, calibrated = (load_file(output / "model.safetensors") for output in outputs)
     name = "model.layers.0.mlp.down_proj.weight"
     assert rounded.keys() == calibrated.keys()
     assert calibrated[name].dtype == torch.float8_e4m3fn
@@ -100,7 +100,7 @@ def test_ignored_layers_stay_and_the_model_is_that_of_the_library(tmp_path: Path
 def narrow_weights(folder: Path) -> set[str]:
     """The names of those in FP8."""
     tensors = load_file(folder / "model.safetensors")
-    return {name for name, one in tensors.items() if one.dtype == torch.float8_e4m3fn}
+    return {name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     PREFILL,
     BucketLimits,
-    EncodedImage,
+    EncoderInput,
     ImagePlacement,
     OffloadFacts,
     StepPlan,
@@ -50,7 +50,7 @@ class CoreRig:
         buckets: str = "exact",
         on_unwarmed: str = "run",
         prepared: list[tuple[int, int, int, int]] | None = None,
-        num_later: int = 0,
+        num_deferred: int = 0,
         vocab_size: int = 50,
         next_token: NextToken | None = None,
         early_every: int = 0,
@@ -78,7 +78,7 @@ class CoreRig:
             request_tiles=request_tiles,
         )
         self.budget = budget
-        self.ready.num_later = num_later
+        self.ready.num_deferred = num_deferred
         self.ready.max_tokens_per_step = max_tokens_per_step
         self.ready.prefill_launch_tokens = prefill_launch_tokens
         offload = OffloadConfig()
@@ -159,7 +159,7 @@ class CoreRig:
             message.resumption = Resumption(raw([]), is_suspect=True)
         message.images = [ImagePlacement(name, start, count) for start, count, name in images]
         sizes = {name: count for _, count, name in images}
-        message.encoded_images = [EncodedImage(name, n, []) for name, n in sizes.items()]
+        message.encoded_images = [EncoderInput(name, n, []) for name, n in sizes.items()]
         self.send(message, grammar)
 
     def send(self, message: AddRequest, grammar: Grammar | None = None) -> None:

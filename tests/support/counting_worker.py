@@ -31,7 +31,7 @@ from hpu.protocol import (
     RequestSampling,
     StepPlan,
     StepResult,
-    Warmed,
+    WarmedBuckets,
     WarmupProgress,
     WorkerReady,
 )
@@ -62,7 +62,7 @@ class CountingWorker:
         self._rank = ranks.rank
         self._executor.host[0] = [0] * ready.block_size
         self._calls: list[str] = []
-        self._left = ready.num_later = int(self._manner("later"))
+        self._left = ready.num_deferred = int(self._manner("later"))
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         on_progress(WarmupProgress("load", 1, 2))
@@ -105,13 +105,13 @@ class CountingWorker:
             result.corrupt_loads = [0]
         return result
 
-    def idle(self) -> Warmed | None:
+    def idle(self) -> WarmedBuckets | None:
         assert self._executor.num_in_flight == 0, "idle with plans in flight"
         if not self._left:
             return None
         time.sleep(self._manner("later_s"))
         self._left -= 1
-        return Warmed([], self._left)
+        return WarmedBuckets([], self._left)
 
     def call(self, name: str, level: int = 0) -> str:
         """Refused when it is asked a second time, but for sleep."""
@@ -152,15 +152,15 @@ class CountingExecutor:
         self.wake_up = worker.wake_up
         self.has_result = worker.has_result
         self._prepare = worker.idle
-        self._warmed: list[Warmed] = []
+        self._warmed: list[WarmedBuckets] = []
 
     def warm_up_next(self) -> bool:
         warmed = self._prepare()
         if warmed is not None:
             self._warmed.append(warmed)
-        return warmed is not None and warmed.num_later > 0
+        return warmed is not None and warmed.num_deferred > 0
 
-    def take_warmed(self) -> list[Warmed]:
+    def take_warmed(self) -> list[WarmedBuckets]:
         warmed, self._warmed = self._warmed, []
         return warmed
 

@@ -26,7 +26,7 @@ from hpu.protocol import (
     RequestSampling,
     StepPlan,
     StepResult,
-    Warmed,
+    WarmedBuckets,
     WarmupProgress,
     WorkerReady,
 )
@@ -90,7 +90,7 @@ class FakeExecutor:
         """If not 0: of so many times that somebody asks, a result is there before the next plan
         once."""
         self._asked = 0
-        self.warmed: list[Warmed] = []
+        self.warmed: list[WarmedBuckets] = []
         self.counters: dict[str, float] = {}
         """What the results to come say of the worker."""
         self.collected_before: list[int] = []
@@ -189,7 +189,7 @@ class FakeExecutor:
     def warm_up_next(self) -> bool:
         return False
 
-    def take_warmed(self) -> list[Warmed]:
+    def take_warmed(self) -> list[WarmedBuckets]:
         """What `warmed` was given."""
         warmed, self.warmed = self.warmed, []
         return warmed

@@ -89,7 +89,7 @@ def greedy_by_pages(
     tokens = {row: [int(logits[row][-1][-1].argmax())] for row in rows}
     for step in range(count - 1):
         last = {row: tokens[row][-1] for row in rows}
-        for row, one in harness.decode(last, pad_rows=step % 3, pad_blocks=step % 5).items():
-            logits[row].append(one.unsqueeze(0))
-            tokens[row].append(int(one.argmax()))
+        for row, item in harness.decode(last, pad_rows=step % 3, pad_blocks=step % 5).items():
+            logits[row].append(item.unsqueeze(0))
+            tokens[row].append(int(item.argmax()))
     return [(tokens[row], torch.cat(logits[row])) for row in rows]

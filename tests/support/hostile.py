@@ -158,7 +158,7 @@ class Hostile:
         below = [self._tree(depth + 1) for _ in range(self.random.randrange(1, 5))]
         return pick(
             (
-                {"type": "object", "properties": {self.text(): one for one in below}},
+                {"type": "object", "properties": {self.text(): entry for entry in below}},
                 {"type": "array", "items": below[0], "minItems": pick(COUNTS)},
                 {"type": "array", "prefixItems": below, "maxItems": pick(COUNTS)},
                 {"anyOf": below},
@@ -166,7 +166,7 @@ class Hostile:
                 {"oneOf": below},
                 {"not": below[0]},
                 {"if": below[0], "then": below[-1]},
-                {"patternProperties": {self.pattern(): one for one in below}},
+                {"patternProperties": {self.pattern(): entry for entry in below}},
             )
         )
 
@@ -250,7 +250,7 @@ class Hostile:
                 {
                     "type": "triggered_tags",
                     "triggers": ["<"],
-                    "tags": [{"begin": "<a>", "content": one, "end": "</a>"} for one in below],
+                    "tags": [{"begin": "<a>", "content": entry, "end": "</a>"} for entry in below],
                 },
             )
         )

@@ -17,7 +17,7 @@ from config.server import ServerConfig
 from engine.client.base import EngineClient
 from server.app.application import create_app
 from server.metrics.registry import Metrics
-from server.multimodal.inputs import ImageInputs
+from server.multimodal.inputs import ImageLoader
 from server.process.api_server import UvicornServer, uvicorn_config
 from server.serving.state import AppState
 from server.text.chat_template import ChatTemplate
@@ -129,7 +129,7 @@ def make_state(
     client: ScriptedClient,
     *,
     tokenizer: Tokenizer | None = TOKENIZER,
-    images: ImageInputs | None = None,
+    images: ImageLoader | None = None,
     **config: Any,
 ) -> AppState:
     config.setdefault("served_model_names", ("demo", "org/demo"))

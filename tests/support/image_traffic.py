@@ -12,7 +12,7 @@ from worker_rig import WorkerRig
 
 from config.parallel import ParallelConfig
 from hpu.distributed.process_groups import ProcessGroup
-from hpu.protocol import EncodedImage, ImagePlacement, InputTensor, Ranks
+from hpu.protocol import EncoderInput, ImagePlacement, InputTensor, Ranks
 
 
 @dataclass
@@ -45,10 +45,10 @@ def text(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(4, 300, length).tolist()  # type: ignore[no-any-return]
 
 
-def encoded(content: bytes, picture: Picture) -> EncodedImage:
+def encoded(content: bytes, picture: Picture) -> EncoderInput:
     """The picture as a plan holds it."""
     tensors = [_tensor(name, tensor) for name, tensor in picture.tensors.items()]
-    return EncodedImage(content, picture.num_embeddings, tensors)
+    return EncoderInput(content, picture.num_embeddings, tensors)
 
 
 def _tensor(name: str, tensor: Tensor) -> InputTensor:
@@ -95,11 +95,14 @@ def random_images(
                 index = luck.randrange(len(pictures))
                 parts += [(b"picture %d" % index, pictures[index]), text(1, luck.randint(1, 9))]
             images.admit(req_index, write(*parts))
-        while any(one.computed < one.known - len(one.sampled) for one in rig.requests.values()):
+        while any(
+            request.computed < request.known - len(request.sampled)
+            for request in rig.requests.values()
+        ):
             left = {
-                index: one.known - one.computed
-                for index, one in rig.requests.items()
-                if not one.sampled and one.computed < one.known
+                index: request.known - request.computed
+                for index, request in rig.requests.items()
+                if not request.sampled and request.computed < request.known
             }
             rig.prefill({index: min(count, max_chunk) for index, count in left.items()})
             rig.step()

@@ -52,7 +52,7 @@ def attributes(message: Any) -> dict[str, Any]:
         kind = pair.value.WhichOneof("value")
         value = getattr(pair.value, kind)
         if kind == "array_value":
-            value = [one.string_value for one in value.values]
+            value = [item.string_value for item in value.values]
         found[pair.key] = value
     return found
 

@@ -54,10 +54,10 @@ def answers(llm: LLM) -> list[Answer]:
     found: list[Answer] = []
     for output in outputs:
         found += [
-            (list(choice.token_ids), [_numbers(one) for one in choice.logprobs or []])
+            (list(choice.token_ids), [_numbers(item) for item in choice.logprobs or []])
             for choice in output.outputs
         ]
-        found.append(([], [_numbers(one) for one in output.prompt_logprobs or []]))
+        found.append(([], [_numbers(item) for item in output.prompt_logprobs or []]))
     search = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
     (beams,) = llm.beam_search([{"prompt_token_ids": PROMPTS[2]}], search)
     found += [(list(beam.tokens), [{0: beam.cum_logprob}]) for beam in beams.sequences]
@@ -75,20 +75,20 @@ def difference(found: list[Answer], expected: list[Answer], tolerance: float = 1
     """The first one between the answers of two engines; empty if there is none."""
     if len(found) != len(expected):
         return f"{len(found)} answers and {len(expected)}"
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        if one[0] != other[0]:
-            return f"answer {index}: tokens {one[0]} and {other[0]}"
-        for position, pair in enumerate(zip(one[1], other[1], strict=True)):
+    for index, (first, other) in enumerate(zip(found, expected, strict=True)):
+        if first[0] != other[0]:
+            return f"answer {index}: tokens {first[0]} and {other[0]}"
+        for position, pair in enumerate(zip(first[1], other[1], strict=True)):
             if not _is_near(*pair, tolerance):
                 return f"answer {index}, position {position}: {pair[0]} and {pair[1]}"
     return ""
 
 
 def _is_near(
-    one: dict[int, float] | None, other: dict[int, float] | None, tolerance: float
+    first: dict[int, float] | None, other: dict[int, float] | None, tolerance: float
 ) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.keys() == other.keys() and all(
-        math.isclose(one[token], other[token], abs_tol=tolerance) for token in one
+    if first is None or other is None:
+        return first is other
+    return first.keys() == other.keys() and all(
+        math.isclose(first[token], other[token], abs_tol=tolerance) for token in first
     )

@@ -25,7 +25,7 @@ from hpu.protocol import (
     GrammarMasks,
     StepPlan,
     StepResult,
-    Warmed,
+    WarmedBuckets,
     WarmupProgress,
     WorkerReady,
 )
@@ -93,7 +93,7 @@ class PoolingExecutor:
     def warm_up_next(self) -> bool:
         return False
 
-    def take_warmed(self) -> list[Warmed]:
+    def take_warmed(self) -> list[WarmedBuckets]:
         return []
 
     def close(self) -> None:

@@ -420,7 +420,7 @@ def quantize(
         packed, plain[name] = form.pack(tensor, _number(module))
         stored.update({f"{module}.{end}": part for end, part in packed.items()})
     save_file(stored, target / WEIGHTS)
-    save_file({name: one.contiguous() for name, one in plain.items()}, reference / WEIGHTS)
+    save_file({name: item.contiguous() for name, item in plain.items()}, reference / WEIGHTS)
     config = json.loads((target / "config.json").read_text())
     config["quantization_config"] = form.config
     (target / "config.json").write_text(json.dumps(config))
@@ -432,7 +432,7 @@ def _pack_experts(form: Format, name: str, tensor: Tensor) -> tuple[dict[str, Te
     FbgemmFp8Llama4TextExperts of transformers has them, or one by one, as llmcompressor does."""
     prefix, _, product = name.rpartition(".")
     if form.name == STACKING:
-        packed = [form.pack(one.t(), 0) for one in tensor]
+        packed = [form.pack(part.t(), 0) for part in tensor]
         codes = torch.stack([parts["weight"].t() for parts, _ in packed])
         scales = torch.stack([parts["weight_scale"] for parts, _ in packed])
         # Of gate and up (experts, 1, out), of down (experts, out, 1).
@@ -441,9 +441,9 @@ def _pack_experts(form: Format, name: str, tensor: Tensor) -> tuple[dict[str, Te
         return stored, torch.stack([plain.t() for _, plain in packed])
     outputs = ("gate_proj", "up_proj") if product == "gate_up_proj" else ("down_proj",)
     stored, found = {}, []
-    for expert, one in enumerate(tensor):
+    for expert, item in enumerate(tensor):
         plains = []
-        for output, weight in zip(outputs, one.t().chunk(len(outputs)), strict=True):
+        for output, weight in zip(outputs, item.t().chunk(len(outputs)), strict=True):
             parts, plain = form.pack(weight.contiguous(), 0)
             plains.append(plain)
             module = f"{prefix}.{expert}.{output}"

@@ -16,7 +16,7 @@ from engine.client.base import Failure
 from engine.client.output_queue import Update
 from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import AddRequest, EngineStats, Finish, Progress, Ready
-from hpu.protocol import EncodedImage, ImagePlacement, Logprobs
+from hpu.protocol import EncoderInput, ImagePlacement, Logprobs
 
 
 def ready(
@@ -74,7 +74,7 @@ class ScriptedQueue:
     adapter: str = ""
     updates: asyncio.Queue[Update | str] = field(default_factory=asyncio.Queue)
     images: list[ImagePlacement] = field(default_factory=list)
-    encoded_images: list[EncodedImage] = field(default_factory=list)
+    encoded_images: list[EncoderInput] = field(default_factory=list)
     terms: RequestTerms = NO_TERMS
     group: int = 0
 

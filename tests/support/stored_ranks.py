@@ -57,7 +57,7 @@ def prefill_packed(
     library = None if kernels is None else open_library(kernels, 1)
     model = load_packed(folder, group, group if distributes_experts else SINGLE)
     prepared = use_cpu_kernels(model, library)
-    experts = [one for one in model.modules() if isinstance(one, Experts)]
-    assert all((one.moe_op is None) == (library is None) for one in experts)
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    assert all((expert.moe_op is None) == (library is None) for expert in experts)
     assert isinstance(prepared, CausalLM)
     return torch.cat([*PagedHarness(prepared).prefill(PROMPTS).values()]).float()

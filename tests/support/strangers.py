@@ -16,7 +16,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + by
 HUGE_COMMAND = b"\x06" + (2**40).to_bytes(8, "big")
 """A long command, announced and not sent."""
 WRONG_HELLO = b"\x04\x0c\x05HELLO\x01x\x03bad"
-FORGED = [msgspec.msgpack.encode(one) for one in (Hello(0, 1), Failed(0, "forged", False))]
+FORGED = [msgspec.msgpack.encode(item) for item in (Hello(0, 1), Failed(0, "forged", False))]
 
 RAW: dict[str, bytes] = {
     "nothing": b"",

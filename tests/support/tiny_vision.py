@@ -448,8 +448,8 @@ def make_tiny_vision(
 def _with_ids(fields: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
     return {
         name: _with_ids(value, ids) if isinstance(value, dict)
-        else [ids.get(one, one) for one in value] if isinstance(value, list)
-        and all(isinstance(one, str) for one in value)
+        else [ids.get(item, item) for item in value] if isinstance(value, list)
+        and all(isinstance(item, str) for item in value)
         else ids.get(value, value) if isinstance(value, str) else value
         for name, value in fields.items()
     }  # fmt: skip

@@ -165,10 +165,10 @@ def _tiles(images: list[Image.Image]) -> list[dict[str, Tensor]]:
 def _padded(all_tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Images of several sizes, padded behind."""
     pixels = [tensors["pixel_values"] for tensors in all_tensors]
-    shape = [max(sizes) for sizes in zip(*(one.shape[1:] for one in pixels), strict=True)]
+    shape = [max(sizes) for sizes in zip(*(image.shape[1:] for image in pixels), strict=True)]
     batch = torch.zeros(len(pixels), *shape)
-    for index, one in enumerate(pixels):
-        batch[index, : one.shape[1], : one.shape[2], : one.shape[3]] = one[0]
+    for index, item in enumerate(pixels):
+        batch[index, : item.shape[1], : item.shape[2], : item.shape[3]] = item[0]
     sizes = torch.cat([tensors["image_sizes"] for tensors in all_tensors])
     return {"pixel_values": batch, "image_sizes": sizes}
 
@@ -182,7 +182,7 @@ def _lfm2(images: list[Image.Image]) -> list[dict[str, Tensor]]:
     )
     names = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
     found = [processor(images=[image]) for image in images]
-    return [{name: torch.from_numpy(one[name]) for name in names} for one in found]
+    return [{name: torch.from_numpy(tensor[name]) for name in names} for tensor in found]
 
 
 def _with_all_patches(all_tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -222,7 +222,7 @@ def _phi4(images: list[Image.Image]) -> list[dict[str, Tensor]]:
     processor = Phi4ImageProcessor({**_SQUARE, "patch_size": 7, "dynamic_hd": 6})
     names = ("image_pixel_values", "image_sizes", "image_attention_mask")
     found = [processor(images=[image]) for image in images]
-    return [{name: torch.from_numpy(one[name]) for name in names} for one in found]
+    return [{name: torch.from_numpy(entry[name]) for name in names} for entry in found]
 
 
 def _with_all_crops(all_tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -634,7 +634,7 @@ def count_embeddings(whole: Any, tensors: dict[str, Tensor]) -> int:
     if features is None:
         features = output.pooler_output
     if isinstance(features, list | tuple):
-        return sum(len(one) for one in features)
+        return sum(len(feature) for feature in features)
     return int(features.shape[:-1].numel())
 
 
@@ -654,7 +654,7 @@ def generate(
     given: dict[str, Any] = {}
     ids = torch.tensor([tokens])
     if pictures:
-        given |= VISION_FAMILIES[name].joined([one.tensors for one in pictures])
+        given |= VISION_FAMILIES[name].joined([picture.tensors for picture in pictures])
     kinds = (ids == IMAGE).long()
     if whole.config.model_type == "mllama" and pictures:
         given["cross_attention_mask"] = cross_attention_mask(tokens, pictures)
@@ -676,7 +676,7 @@ def generate(
 
 def cross_attention_mask(tokens: list[int], pictures: list[Picture]) -> Tensor:
     """Which tiles the tokens of a prompt see, as the processor of transformers says."""
-    masks = [one.tensors["aspect_ratio_mask"] for one in pictures]
+    masks = [picture.tensors["aspect_ratio_mask"] for picture in pictures]
     return torch.from_numpy(
         convert_sparse_cross_attention_mask_to_dense(
             [get_cross_attention_token_mask(tokens, IMAGE)],

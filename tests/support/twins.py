@@ -95,7 +95,9 @@ def differences(content: Any, other: Any, path: str = "") -> list[str]:
         return [] if abs(content - other) < TOLERANCE else [f"{path}: {content} and {other}"]
     else:
         return [] if content == other else [f"{path}: {content!r:.300} and {other!r:.300}"]
-    return [one for name, mine, yours in pairs for one in differences(mine, yours, name)]
+    return [
+        difference for name, mine, yours in pairs for difference in differences(mine, yours, name)
+    ]
 
 
 def _add(event: dict[str, Any], found: dict[str, Any], lists: dict[str, list[Any]]) -> None:
@@ -125,5 +127,5 @@ def _add(event: dict[str, Any], found: dict[str, Any], lists: dict[str, list[Any
 
 def _content(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _content(one) for key, one in value.items() if key not in _NOT_CONTENT}
-    return [_content(one) for one in value] if isinstance(value, list) else value
+        return {key: _content(item) for key, item in value.items() if key not in _NOT_CONTENT}
+    return [_content(item) for item in value] if isinstance(value, list) else value

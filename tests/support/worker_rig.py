@@ -14,7 +14,7 @@ from hpu.protocol import (
     DECODE,
     PREFILL,
     SINGLE_RANK,
-    EncodedImage,
+    EncoderInput,
     GrammarMasks,
     ImagePlacement,
     Launch,
@@ -51,7 +51,7 @@ class _Next:
     launches: list[Launch] = field(default_factory=list)
     moves: dict[int, int] = field(default_factory=dict)
     freed_images: list[bytes] = field(default_factory=list)
-    encoded_images: list[EncodedImage] = field(default_factory=list)
+    encoded_images: list[EncoderInput] = field(default_factory=list)
 
 
 class WorkerRig:
@@ -143,7 +143,7 @@ class WorkerRig:
             )
         )
 
-    def encode(self, *images: EncodedImage) -> None:
+    def encode(self, *images: EncoderInput) -> None:
         """Have the next plan encode them."""
         self._next.encoded_images += images
 

@@ -147,7 +147,7 @@ class WeightSpec(NamedTuple):
         bytes of the parameter."""
         changes = (self.transposed, self.offset, self.normalized, self.mxfp4, self.part)
         is_set = (self.interleaved_size, self.row_groups, self.row, self.repeats, self.leading_rows)
-        return not (any(changes) or self.is_kv_scale) and all(one is None for one in is_set)
+        return not (any(changes) or self.is_kv_scale) and all(value is None for value in is_set)
 
     def num_shards(self, output: int, num_ranks: int) -> int:
         """Number of distinct shards of `output` on `num_ranks` ranks; shards are in rank order."""
@@ -225,14 +225,14 @@ class WeightMap:
         self, prefix: str, layer: tuple[WeightSpec, ...], shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[WeightSpec, ...]:
         def is_stored(group: Iterable[WeightSpec]) -> bool:
-            found = ((one, shapes.get(prefix + one.name)) for one in group)
-            return all(shape is not None and one.fits(shape) for one, shape in found)
+            found = ((spec, shapes.get(prefix + spec.name)) for spec in group)
+            return all(shape is not None and spec.fits(shape) for spec, shape in found)
 
         for group in self.alternatives:
-            parameters = {one.parameter for one in group}
-            replaced = [one for one in layer if one.parameter in parameters]
+            parameters = {spec.parameter for spec in group}
+            replaced = [spec for spec in layer if spec.parameter in parameters]
             if replaced and is_stored(group) and not is_stored(replaced):
-                return (*(one for one in layer if one.parameter not in parameters), *group)
+                return (*(spec for spec in layer if spec.parameter not in parameters), *group)
         return layer
 
     def map_name(self, name: str) -> str:

@@ -135,7 +135,9 @@ def _decoder_layers(
         by_kind["gated_delta"] = tuple(gated_delta_weights(spec.gated_delta, hidden))
     if spec.short_conv is not None:
         by_kind["short_conv"] = tuple(short_conv_weights(spec.short_conv, hidden))
-    norms = [one for name in NORMS[spec.arrangement] for one in _norm_weights(name, hidden, spec)]
+    norms = [
+        weight for name in NORMS[spec.arrangement] for weight in _norm_weights(name, hidden, spec)
+    ]
     heads = config.num_heads
     indexer = tuple(_indexer_weights(spec.indexer, hidden)) if spec.indexer else ()
     sinks = WeightSpec("self_attn.sinks", (heads,), "self_attn.sinks", shard_dim=0)
@@ -143,7 +145,11 @@ def _decoder_layers(
         attention = by_kind[layer.attention]
         weights = (
             *norms,
-            *(one for one in attention if layer.qk_norm or ".qk_norm." not in one.parameter),
+            *(
+                weight
+                for weight in attention
+                if layer.qk_norm or ".qk_norm." not in weight.parameter
+            ),
             *((sinks,) if layer.sinks else ()),
             *(indexer if layer.indexed else ()),
             *by_kind[layer.feed_forward],

@@ -18,7 +18,9 @@ def eagle_weight_map(config: ModelConfig, spec: DecoderSpec) -> WeightMap:
     hidden = Axis(config.hidden_size, "hidden_size")
     both = Axis(2 * hidden.size, "2 * hidden_size")
     layers = decoder_weight_map(config, spec, has_head=False)
-    first = tuple(one for one in layers.layers[0] if not one.name.startswith("input_layernorm."))
+    first = tuple(
+        weight for weight in layers.layers[0] if not weight.name.startswith("input_layernorm.")
+    )
     return _outside_of_target(
         replace(layers, layers=(first, *layers.layers[1:])), [_linear("fc", hidden, both)]
     )
@@ -34,13 +36,13 @@ def eagle3_weight_map(
     both = Axis(2 * hidden.size, "2 * hidden_size")
     layers = decoder_weight_map(config, spec, has_head=False)
     first = [
-        one._replace(
-            shape=(one.shape[0], both.size),
-            fields=f"{one.fields.partition(' x ')[0]} x {both.fields}",
+        weight._replace(
+            shape=(weight.shape[0], both.size),
+            fields=f"{weight.fields.partition(' x ')[0]} x {both.fields}",
         )
-        if one.parameter == "self_attn.qkv_proj.weight"
-        else one
-        for one in layers.layers[0]
+        if weight.parameter == "self_attn.qkv_proj.weight"
+        else weight
+        for weight in layers.layers[0]
     ]
     first.append(WeightSpec("hidden_norm.weight", (hidden.size,), "hidden_norm.weight"))
     norm = WeightSpec("model.norm.weight", (hidden.size,), "norm.weight")
@@ -50,7 +52,7 @@ def eagle3_weight_map(
         replace(layers, layers=(tuple(first),), renamed=(("midlayer.", "layers.0."),)),
         [_linear("fc", hidden, three), norm, head],
     )
-    kept = tuple(one for one in found.ignored_prefixes if one != "lm_head.weight")
+    kept = tuple(prefix for prefix in found.ignored_prefixes if prefix != "lm_head.weight")
     # d2t and t2d map between draft tokens and target tokens; d2t is read separately.
     return replace(found, ignored_prefixes=(*kept, "model.d2t", "model.t2d"))
 

@@ -74,11 +74,11 @@ class Shard(NamedTuple):
         part = spec.part._replace(suffix=spec.part.suffix or "weight")
         for expert in range(count):
             name = f"{spec.module}.{expert}.{part.suffix}"
-            one = own._replace(name=name, part=part, expert=expert)
+            shard = own._replace(name=name, part=part, expert=expert)
             if self.intervals is None or self.dim == 0:
-                yield Shard(one)
+                yield Shard(shard)
             else:
-                yield Shard(one, self.dim - 1, self.intervals, self.total)
+                yield Shard(shard, self.dim - 1, self.intervals, self.total)
 
 
 def shard_of(spec: WeightSpec, at: ShardRank) -> Shard | None:

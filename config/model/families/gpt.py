@@ -18,9 +18,9 @@ def _inner(fields: Fields) -> Mapping[str, Any]:
     return {"intermediate_size": fields.count("intermediate_size", default)}
 
 
-def _kv_heads(fields: Fields, *, one: bool = False) -> Mapping[str, Any]:
+def _kv_heads(fields: Fields, *, single: bool = False) -> Mapping[str, Any]:
     """One KV head, or as many as query heads."""
-    return {"num_key_value_heads": 1 if one else fields.count("num_attention_heads")}
+    return {"num_key_value_heads": 1 if single else fields.count("num_attention_heads")}
 
 
 def _is_multi_query(fields: Fields) -> bool:
@@ -187,7 +187,7 @@ def _falcon_fields(fields: Fields) -> Mapping[str, Any]:
     if _has_new_layers(fields):
         return _inner(fields)
     # Models of the first architecture ignore the field for the number of KV heads.
-    return {**_inner(fields), **_kv_heads(fields, one=_is_multi_query(fields))}
+    return {**_inner(fields), **_kv_heads(fields, single=_is_multi_query(fields))}
 
 
 def _refined_web_fields(fields: Fields) -> Mapping[str, Any]:
@@ -231,7 +231,10 @@ FAMILIES: Mapping[str, Family] = {
             "hidden_act": "gelu_pytorch_tanh",
             "tie_word_embeddings": True,
         },
-        derive=lambda fields: {**_kv_heads(fields, one=_is_multi_query(fields)), **_inner(fields)},
+        derive=lambda fields: {
+            **_kv_heads(fields, single=_is_multi_query(fields)),
+            **_inner(fields),
+        },
     ),
     "GPTNeoXForCausalLM": Family(
         _gpt_neox,

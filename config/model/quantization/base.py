@@ -97,7 +97,7 @@ class WeightPart(NamedTuple):
         if self.role in ("codes", "state", "nested_codes"):
             return True
         if self.role in ("scales", "input_scale") or self.flat:
-            return [one for one in shape if one != 1] == [one for one in expected if one != 1]
+            return [dim for dim in shape if dim != 1] == [dim for dim in expected if dim != 1]
         return shape == expected
 
 

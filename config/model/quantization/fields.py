@@ -90,7 +90,7 @@ def refused(fields: Fields, name: str, value: object, allowed: str) -> ConfigErr
 
 def integer_bits(fields: Fields, *names: str) -> int:
     """4 or 8, from the first of the fields `names` that is there."""
-    name = next((one for one in names if fields.raw.get(one) is not None), names[0])
+    name = next((name for name in names if fields.raw.get(name) is not None), names[0])
     bits = fields.count(name)
     if bits not in (4, 8):
         raise refused(fields, name, bits, "4 or 8")
@@ -99,7 +99,7 @@ def integer_bits(fields: Fields, *names: str) -> int:
 
 def group_size(fields: Fields, *names: str) -> int | None:
     """Inputs that share a scale; None: all (-1, or none of the fields `names` is there)."""
-    name = next((one for one in names if fields.raw.get(one) is not None), names[0])
+    name = next((name for name in names if fields.raw.get(name) is not None), names[0])
     value: int = fields.get(name, int, -1)
     if value == -1:
         return None
@@ -112,10 +112,10 @@ def module_names(fields: Fields, *names: str) -> tuple[str, ...]:
     """All modules in the lists `names`, with regular expressions that can be matched."""
     found: list[str] = []
     for name in names:
-        for one in fields.get(name, list, []):
-            if not isinstance(one, str):
-                raise refused(fields, name, one, "a list of names of modules")
-            found.append(one)
+        for module in fields.get(name, list, []):
+            if not isinstance(module, str):
+                raise refused(fields, name, module, "a list of names of modules")
+            found.append(module)
     return checked_names(fields, " or ".join(names), tuple(found))
 
 

@@ -49,7 +49,7 @@ def fp8_scheme(
     with a scale per `rows` outputs (0: for the whole tensor)."""
     columns = 0
     if block is not None:
-        if len(block) != 2 or not all(type(one) is int and one > 0 for one in block):
+        if len(block) != 2 or not all(type(dim) is int and dim > 0 for dim in block):
             raise refused(fields, name, block, "two positive numbers")
         rows, columns = block
     axes = (StoredAxis(OUTPUTS, rows), StoredAxis(INPUTS, columns))

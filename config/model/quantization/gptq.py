@@ -69,7 +69,7 @@ def gptq_scheme(fields: Fields) -> WeightScheme:
 def _targets(fields: Fields) -> tuple[str, ...]:
     """All linear layers, or the layers in modules_in_block_to_quantize, a list of lists."""
     lists = fields.get("modules_in_block_to_quantize", list, [])
-    names = [name for one in lists for name in (one if isinstance(one, list) else [one])]
+    names = [name for entry in lists for name in (entry if isinstance(entry, list) else [entry])]
     if not all(isinstance(name, str) for name in names):
         raise refused(fields, "modules_in_block_to_quantize", lists, "lists of names of modules")
     return checked_names(fields, "modules_in_block_to_quantize", tuple(names)) or ("Linear",)

@@ -85,8 +85,8 @@ def fp8_fused_sdpa(
     Scales may be numbers, as the FP8 compressor passes them."""
     shape, (q, k, v, attn_mask) = q.shape, _grouped(q, k, v, attn_mask)
     scales = (
-        torch.tensor(one).to(q.device) if isinstance(one, float) else one
-        for one in (d_scale_q, d_scale_k, d_scale_v, q_scale_s, q_scale_o, d_scale_s)
+        torch.tensor(scale).to(q.device) if isinstance(scale, float) else scale
+        for scale in (d_scale_q, d_scale_k, d_scale_v, q_scale_s, q_scale_o, d_scale_s)
     )
     found = torch.ops.hpu.fp8_sdpa_recomp_fwd(
         *(q, k, v, attn_mask, dropout_p, scale or q.shape[-1] ** -0.5, is_causal, False),

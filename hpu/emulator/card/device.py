@@ -200,14 +200,14 @@ class Device:
             if result is not NotImplemented:
                 return result
         name = op.name
-        on_device = [one for one in given if isinstance(one, HpuTensor)]
+        on_device = [tensor for tensor in given if isinstance(tensor, HpuTensor)]
         self.acquisition.touch()
         self._check_lifetimes(op, args, on_device)
         if op.writes:
             self._check_view_write(name, args, kwargs)
         if not self.stream_state.is_default:
-            for one in on_device:
-                self.stream_state.check(one, name, self.counters.misuse)
+            for tensor in on_device:
+                self.stream_state.check(tensor, name, self.counters.misuse)
         if name == "aten::copy_" and not isinstance(args[0], HpuTensor):
             return self._to_host(args[0], args[1], _non_blocking(args, kwargs, 2))
         if name == "aten::_to_copy" and _goes_to_cpu(kwargs):
@@ -365,7 +365,7 @@ class Device:
         if name in ("aten::copy_", "aten::_to_copy"):
             self._check_fp8(name, outs)
         if recording is not None:
-            used = [one.allocation for one in given]
+            used = [tensor.allocation for tensor in given]
             recording.add(func, inner_args, inner_kwargs, wrapped, used)
         if is_upload:
             if self.launches.is_in_use(args[0].allocation):
@@ -395,10 +395,10 @@ class Device:
     ) -> None:
         parts = self._describe(args), self._describe(kwargs)
         # Views and in-place ops write to an argument's memory and need no workspace.
-        storages = {id(one.allocation) for one in given}
+        storages = {id(tensor.allocation) for tensor in given}
         largest = 0
-        for one in given:
-            self.launches.use(one.allocation)
+        for tensor in given:
+            self.launches.use(tensor.allocation)
         for out in outs:
             self.launches.use(out.allocation)
             self.segment.number(out.uid)
@@ -432,8 +432,8 @@ class Device:
         """CPU results as device tensors, which are added to `outs`: an in-place op returns its
         argument, a view shares storage and lifetime with its base, any other result allocates
         memory."""
-        known = {id(one.host): one for one in given}
-        storages = {storage_of(one.host): one for one in given}
+        known = {id(tensor.host): tensor for tensor in given}
+        storages = {storage_of(tensor.host): tensor for tensor in given}
 
         def wrap(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -538,11 +538,11 @@ class Device:
             self.only_compiled.end()
 
     def _check_lifetimes(self, op: OpFacts, args: Any, given: list[HpuTensor]) -> None:
-        for one in given:
-            lifetime: Lifetime | None = one.lifetime
+        for tensor in given:
+            lifetime: Lifetime | None = tensor.lifetime
             if lifetime is None or not lifetime.has_ended():
                 continue
-            if op.overwrites and one is args[0]:
+            if op.overwrites and tensor is args[0]:
                 lifetime.renew()
             elif not op.is_view:
                 self.counters.misuse(lifetime.kind, lifetime.text, op.name)
@@ -621,11 +621,11 @@ def _non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) 
 
 def _check_devices(name: str, given: list[Tensor]) -> None:
     """Host tensors with dimensions may be mixed with device tensors only in copies."""
-    for one in given:
-        if not isinstance(one, HpuTensor) and one.dim() > 0:
+    for tensor in given:
+        if not isinstance(tensor, HpuTensor) and tensor.dim() > 0:
             raise RuntimeError(
                 f"{name}: expected all tensors to be on the same device, but found at least two "
-                f"devices, hpu:0 and cpu (a host tensor of shape {tuple(one.shape)})"
+                f"devices, hpu:0 and cpu (a host tensor of shape {tuple(tensor.shape)})"
             )
 
 

@@ -86,7 +86,7 @@ def _is_registered(func: Any) -> bool:
     # Torch composes the plain and the in-place form of a structured op of its `out` form.
     outs = _overloads().get(base.removesuffix("_"), frozenset())
     composes = has_kernel(full_name, "CompositeExplicitAutogradNonFunctional")
-    return composes and any(one.endswith("out") for one in outs)
+    return composes and any(name.endswith("out") for name in outs)
 
 
 @functools.cache

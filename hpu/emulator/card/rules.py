@@ -175,8 +175,10 @@ def _run_indexed(
     if args[0].dtype in FP8 and name in BYTES_MOVED:
         # The CPU cannot index FP8, so its bytes are moved.
         moved = tuple(
-            one.view(torch.uint8) if isinstance(one, Tensor) and one.dtype in FP8 else one
-            for one in args
+            argument.view(torch.uint8)
+            if isinstance(argument, Tensor) and argument.dtype in FP8
+            else argument
+            for argument in args
         )
         out = _run_indexed(name, rule, func, moved, kwargs, report)
         return args[0] if name.endswith("_") else out.view(args[0].dtype)

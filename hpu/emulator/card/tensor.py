@@ -84,7 +84,7 @@ class HpuTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
-        first = next(one for one in given if isinstance(one, HpuTensor))
+        first = next(tensor for tensor in given if isinstance(tensor, HpuTensor))
         return first.owner.run(func, args, kwargs, given)
 
     def tolist(self) -> Any:

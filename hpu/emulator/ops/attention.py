@@ -89,7 +89,8 @@ def check_sdpa(
     seq_padding_type: str,
 ) -> None:
     if q.dim() != k.dim() or any(
-        wide != one and one != 1 for wide, one in zip(q.shape[:-2], k.shape[:-2], strict=True)
+        wide != narrow and narrow != 1
+        for wide, narrow in zip(q.shape[:-2], k.shape[:-2], strict=True)
     ):
         raise RuntimeError(
             f"FusedSDPA: the key's shape {tuple(k.shape)} does not broadcast to the query's "

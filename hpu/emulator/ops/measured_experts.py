@@ -83,7 +83,7 @@ class ScalarExperts:
         experts_max: int,
     ) -> Tensor:
         of_inner, of_w12, of_w3 = (
-            [torch.tensor(one) for one in each]
+            [torch.tensor(scale) for scale in each]
             for each in (d_scale_intermediate_hidden_states, d_scale_w12, d_scale_w3)
         )
         return self._fp8.experts(

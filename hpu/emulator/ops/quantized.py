@@ -205,29 +205,31 @@ class Fp8:
         if activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise RuntimeError(f"mixture_of_experts: {activation!r} is not one of {known}")
-        sizes = {len(one) for one in (w12, w3, of_w12, of_w3)}
+        sizes = {len(scale) for scale in (w12, w3, of_w12, of_w3)}
         if sizes != {last - first + 1}:
             raise RuntimeError(
                 f"mixture_of_experts: {sorted(sizes)} weights and scales for experts {first} to "
                 f"{last}"
             )
-        dtypes = {one.dtype for one in (hidden, *w12, *w3)}
+        dtypes = {weight.dtype for weight in (hidden, *w12, *w3)}
         if dtypes != {torch.float8_e4m3fn} or shares.dtype != torch.bfloat16:
             raise RuntimeError(
                 "Graph compile failed. mixture_of_experts: incompatible type, hidden and weights "
                 f"are {', '.join(sorted(map(str, dtypes)))}, router weights {shares.dtype}"
             )
-        for one in (hidden, *w12, *w3):
-            self._check_range("mixture_of_experts", one)
-        wide = [_scaled(one, own, is_permuted) for one, own in zip(w12, of_w12, strict=True)]
-        narrow = [_scaled(one, own, is_permuted) for one, own in zip(w3, of_w3, strict=True)]
+        for weight in (hidden, *w12, *w3):
+            self._check_range("mixture_of_experts", weight)
+        wide = [_scaled(weight, own, is_permuted) for weight, own in zip(w12, of_w12, strict=True)]
+        narrow = [_scaled(weight, own, is_permuted) for weight, own in zip(w3, of_w3, strict=True)]
         x = (hidden.float() * of_hidden.float()).bfloat16()
-        parts = [one.bfloat16().chunk(2, 0 if is_permuted else 1) for one in wide]
-        w1, w2 = [one[0] for one in parts], [one[1] for one in parts]
-        check_experts(x, table, shares, w1, w2, [one.bfloat16() for one in narrow], is_permuted)
+        parts = [weight.bfloat16().chunk(2, 0 if is_permuted else 1) for weight in wide]
+        w1, w2 = [part[0] for part in parts], [part[1] for part in parts]
+        check_experts(
+            x, table, shares, w1, w2, [weight.bfloat16() for weight in narrow], is_permuted
+        )
         outputs = []
         for number, (gate_up, down) in enumerate(zip(wide, narrow, strict=True)):
-            gate_up, down = (one.t() if is_permuted else one for one in (gate_up, down))
+            gate_up, down = (weight.t() if is_permuted else weight for weight in (gate_up, down))
             sums = (hidden.float() * of_hidden.float()) @ gate_up
             gate, up = sums.bfloat16().chunk(2, dim=1)
             inner = ACTIVATIONS[activation](gate) * up
@@ -470,7 +472,9 @@ def check_experts(
     inner = w1[0].shape[0 if permuted else 1]
     wide = (inner, hidden.shape[1]) if permuted else (hidden.shape[1], inner)
     narrow = wide[::-1]
-    if any(one.shape != wide for one in (*w1, *w2)) or any(one.shape != narrow for one in w3):
+    if any(weight.shape != wide for weight in (*w1, *w2)) or any(
+        weight.shape != narrow for weight in w3
+    ):
         raise RuntimeError(
             f"mixture_of_experts: experts are {tuple(w1[0].shape)} and {tuple(w3[0].shape)}, "
             f"hidden is {tuple(hidden.shape)}, permuted_weights {permuted}"

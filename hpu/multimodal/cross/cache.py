@@ -34,7 +34,7 @@ class CrossCache(EncoderCache):
             shape = (num_tiles + 1, embeddings_per_tile)
             heads = layer.kv_proj.out_features // (2 * layer.shape.head_dim)
             caches = [backend.zeros((*shape, heads, layer.shape.head_dim), dtype) for _ in range(2)]
-            self._num_bytes += sum(one.nbytes for one in caches)
+            self._num_bytes += sum(cache.nbytes for cache in caches)
             layer.bind(*caches)
 
     @property

@@ -64,7 +64,7 @@ class CrossInputs:
         """Tiles of requests whose images are encoded."""
 
     def add_request(self, new: NewRequest, tokens: Tokens) -> None:
-        """See ImageInputs.add_request. Raises RuntimeError for a placement that is not a single
+        """See ImageBuffers.add_request. Raises RuntimeError for a placement that is not a single
         image token."""
         for image in new.images:
             found = tokens[image.offset : image.offset + 1].tolist()

@@ -24,7 +24,7 @@ PLAIN_ARGUMENTS = frozenset(
 """Arguments of a language model that receives images only as input embeddings."""
 
 
-def why_not_merged(config: ModelConfig) -> str:
+def image_merge_error(config: ModelConfig) -> str:
     """Reason why images of the model cannot be served; empty if they can be served. Requires that
     the forward pass writes the rows of `get_image_features` over the embeddings of image tokens, in
     order, and passes nothing else about images to its language model. Raises ConfigError like
@@ -96,7 +96,9 @@ class _LanguageModel(nn.Module):
         return self._embed
 
     def forward(self, *args: Any, **given: Any) -> Any:
-        raise _Reached({**given, **{f"argument {index}": one for index, one in enumerate(args)}})
+        raise _Reached(
+            {**given, **{f"argument {index}": value for index, value in enumerate(args)}}
+        )
 
 
 class _Zeros(nn.Module):

@@ -86,8 +86,8 @@ class WindowPatches(Patches):
         )
         windows = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff())
         given = tuple(
-            one.view(-1, self.merged, *one.shape[1:])[order].flatten(0, 1)
-            for one in (pixels, positions, segments)
+            tensor.view(-1, self.merged, *tensor.shape[1:])[order].flatten(0, 1)
+            for tensor in (pixels, positions, segments)
         )
         return (given[0], given[1], given[2], windows), order.numpy()
 
@@ -156,10 +156,10 @@ def _frames(tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
     time = int(grid[0, 0])
     if time == 1 or len(rows) % time or len(tensors["pixel_values"]) % time:
         return [(tensors, rows)]
-    one = torch.cat((torch.ones_like(grid[:, :1]), grid[:, 1:]), dim=1)
+    frame_grid = torch.cat((torch.ones_like(grid[:, :1]), grid[:, 1:]), dim=1)
     pixels = tensors["pixel_values"].chunk(time)
     return [
-        ({"pixel_values": part, "image_grid_thw": one}, own)
+        ({"pixel_values": part, "image_grid_thw": frame_grid}, own)
         for part, own in zip(pixels, np.split(rows, time), strict=True)
     ]
 

@@ -42,7 +42,7 @@ class Phi4Tiles(Tiles):
     def separators(self) -> Tensor | None:
         embed = self._embed
         ends = (embed.sub_img_feature_extensor, embed.global_img_feature_extensor)
-        return self._projected(torch.cat([one.view(1, -1) for one in ends]))
+        return self._projected(torch.cat([end.view(1, -1) for end in ends]))
 
     def features(self, *inputs: Tensor) -> Tensor:
         """Tile embeddings. Inputs: pixels, the learned position of each patch, and 1 for each patch

@@ -62,7 +62,7 @@ class PixtralPatches(Patches):
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Integers]:
         size, merge = self._tower.patch_size, self._merge
-        rows, columns = (int(one) // size for one in tensors["image_sizes"].view(-1).tolist())
+        rows, columns = (int(length) // size for length in tensors["image_sizes"].view(-1).tolist())
         if rows % merge or columns % merge:
             raise RuntimeError(
                 f"an image has {rows} x {columns} patches, {merge} x {merge} are merged"

@@ -99,7 +99,7 @@ class Siglip2Patches(Patches):
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, num_heads: int) -> Tensor:
     """(n, heads * head_dim), like the operands."""
     query, key, value = (
-        one.view(1, len(one), num_heads, -1).transpose(1, 2) for one in (query, key, value)
+        tensor.view(1, len(tensor), num_heads, -1).transpose(1, 2) for tensor in (query, key, value)
     )
     found = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask.view(1, 1, *mask.shape)

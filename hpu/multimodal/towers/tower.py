@@ -58,12 +58,14 @@ class VisionTower(Tower):
         self._hidden_size = config.hidden_size * self.facts.embeddings_per_row
         whole = build_whole(config, self.facts, dtype)
         renamings = [
-            one for one in get_model_conversion_mapping(whole) if isinstance(one, WeightRenaming)
+            conversion
+            for conversion in get_model_conversion_mapping(whole)
+            if isinstance(conversion, WeightRenaming)
         ]
         drop_language_model(whole)
         rotation = use_real_rotation(whole)
         register_stored_buffers(whole)
-        shapes = {name: tuple(one.shape) for name, one in whole.named_parameters()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
         self.weight_map = TowerWeightMap(
             tuple(WeightSpec(name, shape, name) for name, shape in shapes.items()),
             names=frozenset(shapes),
@@ -107,7 +109,7 @@ class VisionTower(Tower):
         if isinstance(features, list | tuple):
             features = torch.cat(tuple(features), dim=0)
         if self.facts.num_deepstack_layers:
-            further = (torch.cat(tuple(one), dim=0) for one in output.deepstack_features)
+            further = (torch.cat(tuple(feature), dim=0) for feature in output.deepstack_features)
             features = torch.cat((features, *further), dim=-1)
         return features.reshape(-1, self._hidden_size)  # type: ignore[no-any-return]
 

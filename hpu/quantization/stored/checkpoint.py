@@ -32,7 +32,7 @@ class CheckpointScheme:
     ) -> LinearMethod:
         stored = _stored_weight(shards, in_features)
         # The head shard of the last rank is padded with rows that have no scale.
-        if stored is None or (is_head and any(one.intervals is not None for one in shards)):
+        if stored is None or (is_head and any(shard.intervals is not None for shard in shards)):
             return UNQUANTIZED
         return self._make_method(stored) or UNQUANTIZED
 
@@ -44,13 +44,13 @@ class CheckpointScheme:
         inner_size: int,
         activation: str,
     ) -> MoEMethod:
-        if any(one.spec.mxfp4 for one in w2):
+        if any(shard.spec.mxfp4 for shard in w2):
             method = self._make_moe_method(Mxfp4Experts.of(w2, hidden_size, inner_size))
             return method or UNQUANTIZED_MOE
         products = _stored_weight(w13, hidden_size), _stored_weight(w2, inner_size)
         if products[0] is None or products[1] is None:
             return UNQUANTIZED_MOE
-        num_experts = w2[0].spec.num_experts or len({one.spec.expert for one in w2})
+        num_experts = w2[0].spec.num_experts or len({shard.spec.expert for shard in w2})
         stored = StoredExperts(products[0], products[1], num_experts, activation)
         return self._make_moe_method(stored) or UNQUANTIZED_MOE
 
@@ -58,8 +58,8 @@ class CheckpointScheme:
 def _stored_weight(shards: list[Shard], in_features: int) -> StoredWeight | None:
     """Common StoredWeight of all `shards`, of a linear layer or of the experts of a layer; None if
     the shards are not all quantized alike."""
-    values = [one for one in shards if one.spec.part and one.spec.part.role == "values"]
-    schemes = {one.spec.scheme for one in shards}
+    values = [shard for shard in shards if shard.spec.part and shard.spec.part.role == "values"]
+    schemes = {shard.spec.scheme for shard in shards}
     if not values or len(schemes) > 1:
         return None
     first, scheme = next(values[0].each_expert()), schemes.pop()

@@ -32,7 +32,7 @@ class Mxfp4Experts:
     @classmethod
     def of(cls, w2: list[Shard], hidden_size: int, inner_size: int) -> "Mxfp4Experts":
         """Mxfp4Experts of this rank, from the shards of the second product."""
-        blocks = next(one for one in w2 if one.spec.mxfp4 == "blocks")
+        blocks = next(shard for shard in w2 if shard.spec.mxfp4 == "blocks")
         count = blocks.spec.num_experts
         assert count is not None, "a tensor has all experts"
         columns = blocks.spec.mxfp4_columns

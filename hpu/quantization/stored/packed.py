@@ -61,7 +61,7 @@ class PackedMoEMethod(StoredMoEMethod):
             # All experts need the same shape.
             width = None if None in sizes else max(filter(None, sizes))
             found = [_quantized(weight, own, width) for own in each_expert(parts[prefix])]
-            stacks[prefix] = tuple(one for one in found if one is not None)
+            stacks[prefix] = tuple(weight for weight in found if weight is not None)
         if all(len(stack) == self._experts.num_experts for stack in stacks.values()):
             layer.quantized_weights = StackedWeights(stacks[W13], stacks[W2])
         else:

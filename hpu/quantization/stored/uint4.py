@@ -121,7 +121,7 @@ def can_convert_experts(experts: StoredExperts, *, takes_groups: bool) -> bool:
     """Whether the operator supports all of `experts`; see `can_convert`."""
     both = (experts.w13, experts.w2)
     is_known = experts.activation in MOE_ACTIVATIONS
-    return is_known and all(can_convert(one, takes_groups=takes_groups) for one in both)
+    return is_known and all(can_convert(experts, takes_groups=takes_groups) for experts in both)
 
 
 def can_convert(weight: StoredWeight, *, takes_groups: bool) -> bool:

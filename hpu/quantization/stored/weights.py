@@ -109,8 +109,8 @@ class StoredWeight:
         ]
         return torch.cat(
             [
-                dequantize({**one, "groups": own}, self.scheme)
-                for one, own in zip(outputs, groups, strict=True)
+                dequantize({**output, "groups": own}, self.scheme)
+                for output, own in zip(outputs, groups, strict=True)
             ]
         )
 

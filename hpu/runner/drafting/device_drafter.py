@@ -22,7 +22,7 @@ from hpu.protocol import Bucket
 from hpu.runner.captured_functions import CapturedFunctions
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.input_buffers import InputBuffers
-from hpu.spec_decode.device import ReadRows
+from hpu.spec_decode.device import DraftBatch
 
 Greedy = Callable[[Tensor], Tensor]
 """(M, V) logits to (M,) tokens of the index type, -1 for non-finite logits."""
@@ -81,7 +81,7 @@ class DeviceDrafter:
         self._backend.mark_step()
 
     def draft(
-        self, bucket: Bucket, first: ReadRows, follow: Callable[[Tensor], ReadRows]
+        self, bucket: Bucket, first: DraftBatch, follow: Callable[[Tensor], DraftBatch]
     ) -> Tensor:
         """Draft tokens for a decode; see DeviceDrafter in hpu/spec_decode/device.py."""
         found = self._run(bucket, self._first, first, is_first=True)
@@ -122,7 +122,9 @@ class DeviceDrafter:
         own = self._inputs.get(key)
         if own is None:
             zeros = self._backend.zeros
-            own = self._inputs[key] = tuple(zeros(tuple(one.shape), one.dtype) for one in inputs)
+            own = self._inputs[key] = tuple(
+                zeros(tuple(tensor.shape), tensor.dtype) for tensor in inputs
+            )
         for target, source in zip(own, inputs, strict=True):
             target.copy_(source)
         return own
@@ -221,7 +223,7 @@ class DeviceHiddenHeadDrafter(DeviceDrafter):
         return
 
     def draft(
-        self, bucket: Bucket, first: ReadRows, follow: Callable[[Tensor], ReadRows]
+        self, bucket: Bucket, first: DraftBatch, follow: Callable[[Tensor], DraftBatch]
     ) -> Tensor:
         inputs = (first.tokens, first.slot_mapping)
         return self._run(bucket, self._first, inputs, is_first=True)[0]

@@ -111,7 +111,7 @@ def as_text(report: Report, metrics: Collection[str] = tuple(METRICS)) -> str:
         "",
     ]
     times = (report.ttft_ms, report.itl_ms, report.tpot_ms, report.e2e_ms)
-    columns = next((list(one) for one in times if one), ["mean"])
+    columns = next((list(time) for time in times if time), ["mean"])
     lines.append(f"{'milliseconds':<28}" + "".join(f"{name:>10}" for name in columns))
     for (metric, name), found in zip(METRICS.items(), times, strict=True):
         if metric in metrics:

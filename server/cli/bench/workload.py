@@ -126,7 +126,7 @@ def read_sharegpt(path: str) -> list[tuple[str, str]]:
         conversations = msgspec.json.decode(content, type=list[_Conversation])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"dataset-path is {path!r}, it cannot be read: {error}") from None
-    found = [one.conversations for one in conversations if len(one.conversations) >= 2]
+    found = [turn.conversations for turn in conversations if len(turn.conversations) >= 2]
     if not found:
         raise ConfigError(f"{path} has 0 conversations of two turns, it must have at least 1")
     return [(prompt.value, answer.value) for prompt, answer, *_ in found]

@@ -62,7 +62,7 @@ class Lfm2VlImageProcessor:
     def __init__(self, fields: Json) -> None:
         """`fields` of preprocessor_config.json. Raises ConfigError."""
         numbers = {name: fields.get(name) or default for name, default in _DEFAULTS.items()}
-        wrong = [name for name, one in numbers.items() if not isinstance(one, int) or one < 1]
+        wrong = [name for name, array in numbers.items() if not isinstance(array, int) or array < 1]
         if wrong:
             raise ConfigError(
                 f"{wrong[0]} of the image processor is {numbers[wrong[0]]!r}, it must be a number "
@@ -106,7 +106,7 @@ class Lfm2VlImageProcessor:
         if not tiles or (self._has_thumbnail and len(tiles) > 1):
             tiles.append(image.resize(self.fitted(image.size), self._resample))
         patches = [self._patches(tile) for tile in tiles]
-        counts = [len(one) for one in patches]
+        counts = [len(patch) for patch in patches]
         pixels = np.zeros((len(tiles), max(counts), patches[0].shape[1]), np.float32)
         for tile, own in zip(pixels, patches, strict=True):
             tile[: len(own)] = own

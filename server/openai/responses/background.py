@@ -9,7 +9,7 @@ from server.http.access_log import RequestRecord
 from server.http.errors import fault_of
 from server.openai.responses.store import ResponseStore, StoredResponse
 from server.openai.responses.writer import ResponseWriter
-from server.serving.job import Job, sse_frames
+from server.serving.job import ServingRequest, sse_frames
 
 PIECE_BYTES = 64 * 2**10
 """Size of the frames of a stored stream that are sent at once: some hundred frames."""
@@ -20,7 +20,7 @@ class BackgroundResponse:
 
     def __init__(
         self,
-        job: Job,
+        job: ServingRequest,
         writer: ResponseWriter,
         entry: StoredResponse,
         store: ResponseStore,

@@ -89,7 +89,7 @@ class ResponseOutput:
     @property
     def output(self) -> list[Item]:
         """All items so far."""
-        return [one.item for one in self._items]
+        return [entry.item for entry in self._items]
 
     def add(self, delta: Delta) -> list[StreamEvent]:
         """The events of `delta`."""
@@ -106,25 +106,25 @@ class ResponseOutput:
 
     def close(self, status: str) -> list[StreamEvent]:
         """End the open item with `status`."""
-        one, self._open = self._open, None
-        if one is None:
+        output_item, self._open = self._open, None
+        if output_item is None:
             return []
-        one.status = status
-        item_ref = self._item_ref(one)
+        output_item.status = status
+        item_ref = self._item_ref(output_item)
         emitted: list[StreamEvent] = []
-        if one.kind == "function_call":
-            done = {"arguments": "".join(one.texts), "name": one.fields["name"]}
+        if output_item.kind == "function_call":
+            done = {"arguments": "".join(output_item.texts), "name": output_item.fields["name"]}
             emitted.append({"type": "response.function_call_arguments.done", **item_ref, **done})
         else:
-            part = one.part
+            part = output_item.part
             done = {"content_index": 0, "text": part["text"]}
-            kind = "reasoning_text" if one.kind == "reasoning" else "output_text"
+            kind = "reasoning_text" if output_item.kind == "reasoning" else "output_text"
             if kind == "output_text":
-                done["logprobs"] = one.logprobs
+                done["logprobs"] = output_item.logprobs
             emitted.append({"type": f"response.{kind}.done", **item_ref, **done})
             whole = {"content_index": 0, "part": part}
             emitted.append({"type": "response.content_part.done", **item_ref, **whole})
-        last = {"output_index": one.output_index, "item": one.item}
+        last = {"output_index": output_item.output_index, "item": output_item.item}
         return [*emitted, {"type": "response.output_item.done", **last}]
 
     def _handle(self, event: ParserEvent) -> list[StreamEvent]:
@@ -170,17 +170,17 @@ class ResponseOutput:
         dropped, tokens after it wait for the next text."""
         assert self._open is not None
         tokens, self._pending = self._pending, []
-        data, encoded = b"".join(one.chosen.bytes for one in tokens), text.encode()
+        data, encoded = b"".join(token.chosen.bytes for token in tokens), text.encode()
         start = data.find(encoded) if self._open.texts else data.rfind(encoded)
         if start < 0:
             return tokens
         matched, end, position = [], start + len(encoded), 0
-        for one in tokens:
-            first, position = position, position + len(one.chosen.bytes)
+        for token in tokens:
+            first, position = position, position + len(token.chosen.bytes)
             if first >= end:
-                self._pending.append(one)
+                self._pending.append(token)
             elif position > start:
-                matched.append(one)
+                matched.append(token)
         return matched
 
     def _add_delta(self, kind: str, text: str) -> StreamEvent:
@@ -196,17 +196,19 @@ class ResponseOutput:
         emitted = self.close("completed")
         index = len(self._items)
         new_id = item_id(kind, self._number, str(index))
-        one = OutputItem(kind, index, {"id": new_id, "type": kind, **fields})
-        self._items.append(one)
-        self._open = one
+        output_item = OutputItem(kind, index, {"id": new_id, "type": kind, **fields})
+        self._items.append(output_item)
+        self._open = output_item
         emitted.append(
-            {"type": "response.output_item.added", "output_index": index, "item": one.item}
+            {"type": "response.output_item.added", "output_index": index, "item": output_item.item}
         )
         if kind != "function_call":
-            part = {"content_index": 0, "part": one.part}
-            emitted.append({"type": "response.content_part.added", **self._item_ref(one), **part})
+            part = {"content_index": 0, "part": output_item.part}
+            emitted.append(
+                {"type": "response.content_part.added", **self._item_ref(output_item), **part}
+            )
         return emitted
 
     @staticmethod
-    def _item_ref(one: OutputItem) -> StreamEvent:
-        return {"item_id": one.fields["id"], "output_index": one.output_index}
+    def _item_ref(output_item: OutputItem) -> StreamEvent:
+        return {"item_id": output_item.fields["id"], "output_index": output_item.output_index}

@@ -30,7 +30,7 @@ from server.openai.responses.schema import ResponseBody
 from server.openai.responses.store import EndedResponse, ResponseStore, StoredResponse
 from server.openai.responses.truncation import is_too_long, shortened
 from server.openai.responses.writer import Fields, ResponseWriter, number_of
-from server.serving.job import Job, run_to_end, sse_frames
+from server.serving.job import ServingRequest, run_to_end, sse_frames
 from server.serving.state import AppState
 
 ROUTE = "/v1/responses"
@@ -119,10 +119,10 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
 
 
 def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore) -> None:
-    one = f"{ROUTE}/{{response_id}}"
+    path = f"{ROUTE}/{{response_id}}"
 
     @router.get(
-        one,
+        path,
         summary="A response that is kept; with `stream`, the events of one made in the background",
         responses=GENERATES,
     )
@@ -152,14 +152,14 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
             )
         return _stream_stored(state, entry, after)
 
-    @router.delete(one, summary="Keep a response no longer")
+    @router.delete(path, summary="Keep a response no longer")
     async def delete_response(request: Request, response_id: str) -> Response:
         if (peer := state.peers.peer_of(number_of(response_id))) is not None:
             return ForwardedResponse(peer, request)
         store.remove(_entry(store, request, response_id))
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    @router.post(f"{one}/cancel", summary="End a response that is made in the background")
+    @router.post(f"{path}/cancel", summary="End a response that is made in the background")
     async def cancel_response(request: Request, response_id: str) -> Response:
         if (peer := state.peers.peer_of(number_of(response_id))) is not None:
             return ForwardedResponse(peer, request)
@@ -170,7 +170,7 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
             await entry.running.cancel()
         return await _stored_answer(entry)
 
-    @router.get(f"{one}/input_items", summary="What a response was made from, page by page")
+    @router.get(f"{path}/input_items", summary="What a response was made from, page by page")
     async def list_input_items(
         request: Request,
         response_id: str,
@@ -209,7 +209,7 @@ def _is_stored(store: ResponseStore, body: ResponseBody) -> bool:
 
 async def _start(
     state: AppState, request: Request, resolved: ResponseRequest, *, is_cut: bool
-) -> Job:
+) -> ServingRequest:
     with as_response_fields():
         try:
             return await start_chat(state, request, resolved.chat, id_prefix=ID_PREFIX)
@@ -220,13 +220,13 @@ async def _start(
         return await start_chat(state, request, chat, id_prefix=ID_PREFIX)
 
 
-async def _streamed(job: Job, writer: ResponseWriter) -> AsyncIterator[bytes]:
+async def _streamed(job: ServingRequest, writer: ResponseWriter) -> AsyncIterator[bytes]:
     yield writer.opening()
     async for data in sse_frames(job, writer):
         yield data
 
 
-async def _whole(job: Job, writer: ResponseWriter) -> Fields:
+async def _whole(job: ServingRequest, writer: ResponseWriter) -> Fields:
     async for deltas in job.tracker:
         writer.feed(deltas)
     await writer.ending()

@@ -181,10 +181,10 @@ class ResponseBody(GenerationBody):
             raise UserError("input is missing, it must be a text or at least 1 item", param="input")
         check_at_least(self, "max_output_tokens", 1)
         check_at_least(self, "max_tool_calls", 1)
-        for one in self.include or ():
-            if one not in INCLUDABLE:
+        for name in self.include or ():
+            if name not in INCLUDABLE:
                 raise UserError(
-                    f"include has {one[:_SHOWN]!r}, it may have {', '.join(INCLUDABLE)}",
+                    f"include has {name[:_SHOWN]!r}, it may have {', '.join(INCLUDABLE)}",
                     param="include",
                 )
         check_between(self, "top_logprobs", 0, MAX_LOGPROBS)

@@ -254,7 +254,9 @@ class ResponseStore:
         """Evict ended responses until the bounds hold; returns False if the bounds still do not
         hold."""
         while not self._fits:
-            oldest = next((one for one in self._entries.values() if one.running is None), None)
+            oldest = next(
+                (entry for entry in self._entries.values() if entry.running is None), None
+            )
             if oldest is None:
                 return False
             self.remove(oldest)

@@ -16,7 +16,7 @@ from server.openai.responses.output import ResponseOutput, StreamEvent
 from server.openai.responses.schema import ResponseBody
 from server.openai.responses.store import EndedResponse, ended_response
 from server.openai.responses.tools import namespaced_names, offered_tools
-from server.serving.job import Job
+from server.serving.job import ServingRequest
 
 Fields = dict[str, Any]
 
@@ -32,7 +32,7 @@ class ResponseWriter:
 
     def __init__(
         self,
-        job: Job,
+        job: ServingRequest,
         body: ResponseBody,
         *,
         is_stored: bool,
@@ -117,7 +117,7 @@ class ResponseWriter:
         return self._frame({"type": kind, "response": self.fields()})
 
     def _frames(self, events: list[StreamEvent]) -> bytes:
-        return b"".join([self._frame(one) for one in events])
+        return b"".join([self._frame(event) for event in events])
 
     def _frame(self, event: StreamEvent) -> bytes:
         kind = event["type"]
@@ -136,7 +136,7 @@ def _encoded(value: Any) -> msgspec.Raw:
     return msgspec.Raw(long_json_line(value))
 
 
-def _usage_of(job: Job) -> Fields:
+def _usage_of(job: ServingRequest) -> Fields:
     stream = job.generation
     cached = {"cached_tokens": stream.num_cached_tokens, "cache_write_tokens": 0}
     return {
@@ -148,7 +148,7 @@ def _usage_of(job: Job) -> Fields:
     }
 
 
-def _fields_of(job: Job, body: ResponseBody, *, is_stored: bool) -> Fields:
+def _fields_of(job: ServingRequest, body: ResponseBody, *, is_stored: bool) -> Fields:
     """Constant fields of a response: request fields and their defaults."""
     text, reasoning = body.text, body.reasoning
     return {

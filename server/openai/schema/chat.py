@@ -105,7 +105,9 @@ class ChatPromptBody(Body):
         """Whether there are more messages and content parts than `num_pieces`."""
         if len(self.messages) > num_pieces:
             return True
-        contents = [one.get("content") for one in self.messages if isinstance(one, dict)]
+        contents = [
+            message.get("content") for message in self.messages if isinstance(message, dict)
+        ]
         num_parts = sum(len(content) for content in contents if isinstance(content, list))
         return len(self.messages) + num_parts > num_pieces
 
@@ -302,7 +304,7 @@ def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
     if not isinstance(content, list):
         raise _bad(f"{where}.content must be a string or a list of parts")
     _check_many(content, f"{where}.content")
-    taken = ("text", *(PART_TYPES[one] for one in kinds))
+    taken = ("text", *(PART_TYPES[kind] for kind in kinds))
     for number, part in enumerate(content):
         path = f"{where}.content[{number}]"
         if kinds and isinstance(part, dict) and KINDS.get(str(part.get("type"))) in kinds:

@@ -101,7 +101,7 @@ def numbers_of_ids(given: Any) -> list[int]:
         return []
     if _is_id(given[0]):
         return [len(given)]
-    return [len(one) for one in given if isinstance(one, list)]
+    return [len(value) for value in given if isinstance(value, list)]
 
 
 def given_prompts(given: Any, name: str, most: int) -> Texts | TokenLists:
@@ -119,11 +119,11 @@ def given_prompts(given: Any, name: str, most: int) -> Texts | TokenLists:
     if len(given) > most:
         raise _bad(f"{name} has {len(given)} entries, it may have {most}", name)
     if isinstance(first, str):
-        for place, one in enumerate(given):
-            if not isinstance(one, str):
-                raise _bad(f"{name} mixes a string with {_kind(one)} ({name}[{place}])", name)
+        for place, prompt in enumerate(given):
+            if not isinstance(prompt, str):
+                raise _bad(f"{name} mixes a string with {_kind(prompt)} ({name}[{place}])", name)
         return given
-    return [_token_ids(one, f"{name}[{place}]", name) for place, one in enumerate(given)]
+    return [_token_ids(prompt, f"{name}[{place}]", name) for place, prompt in enumerate(given)]
 
 
 def _token_ids(given: Any, where: str, name: str) -> list[int]:

@@ -102,7 +102,7 @@ class Body(BaseModel):
                 )
         for name in cls.unsupported.keys() & data.keys():
             value, harmless = data[name], cls.unsupported[name]
-            is_harmless = any(type(value) is type(one) and value == one for one in harmless)
+            is_harmless = any(type(value) is type(name) and value == name for name in harmless)
             if value is not None and not is_harmless:
                 raise UserError(f"{name} is not supported by this server", param=name)
         return data

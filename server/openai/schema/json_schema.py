@@ -12,7 +12,7 @@ OBJECT: Schema = {"type": "object"}
 
 def any_of(*options: Schema) -> Schema:
     """Schema that accepts any of `options`. Nested anyOf lists are flattened."""
-    return {"anyOf": [one for option in options for one in option.get("anyOf", [option])]}
+    return {"anyOf": [branch for option in options for branch in option.get("anyOf", [option])]}
 
 
 def array(items: Schema, **bounds: int) -> Schema:

@@ -86,7 +86,7 @@ def forced_schema(tools: list[Any], choice: Any, *, is_parallel: bool) -> dict[s
         return object_schema(functions[named].get("parameters"))
     if choice != "required":
         return None
-    schemas = {name: one.get("parameters") for name, one in functions.items()}
+    schemas = {name: function.get("parameters") for name, function in functions.items()}
     return calls_schema(schemas, max_calls=MAX_CALLS if is_parallel else 1)
 
 

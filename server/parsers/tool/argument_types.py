@@ -180,9 +180,9 @@ class _Search:
                 self.composed(branch, pick, depth + 1)
                 for branch in (branches if isinstance(branches, list) else ())
             ]
-            present = [one for one in inner if one is not None]
+            present = [part for part in inner if part is not None]
             found += [{"anyOf": present}] if present and key != "allOf" else present
-        present = [one for one in found if one is not None]
+        present = [part for part in found if part is not None]
         return {"allOf": present} if len(present) > 1 else next(iter(present), None)
 
     def types(self, schema: Any, depth: int) -> frozenset[str] | None:

@@ -129,11 +129,11 @@ class Gemma(ToolCallFormat):
         some = sequence(regex("[A-Za-z_][A-Za-z0-9_]{0,63}:"), free)
         for name, schema in functions.items():
 
-            def write(one: Argument, function: str = name) -> Part:
-                is_free = is_plain_text(one.schema)
-                if not (is_free or _is_flat(one.schema)):
-                    raise unenforceable(function, f"properties.{one.name:.60}")
-                return sequence(literal(f"{one.name}:"), free if is_free else one.as_json)
+            def write(argument: Argument, function: str = name) -> Part:
+                is_free = is_plain_text(argument.schema)
+                if not (is_free or _is_flat(argument.schema)):
+                    raise unenforceable(function, f"properties.{argument.name:.60}")
+                return sequence(literal(f"{argument.name}:"), free if is_free else argument.as_json)
 
             inner = named_arguments(name, schema, literal(","), some, write)
             calls.append(sequence(literal(f"call:{name}{{"), *inner, literal("}" + self.ends[0])))
@@ -145,12 +145,12 @@ def _is_flat(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return False
     if isinstance(words := schema.get("enum"), list):
-        return not any(isinstance(one, (dict, list)) for one in words)
+        return not any(isinstance(word, (dict, list)) for word in words)
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if kinds == ["array"]:
         return _is_flat(schema.get("items")) and "prefixItems" not in schema
-    return all(one in ("string", "integer", "number", "boolean", "null") for one in kinds)
+    return all(kind in ("string", "integer", "number", "boolean", "null") for kind in kinds)
 
 
 FUNCTIONGEMMA = Gemma(

@@ -221,8 +221,8 @@ class TaggedJson(ToolCallFormat):
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
         calls = calls_schema(functions, self.keys)
-        one = {**calls["items"], "$defs": calls["$defs"]}
-        written = any_of(json_value(one), json_value(calls))
+        schema = {**calls["items"], "$defs": calls["$defs"]}
+        written = any_of(json_value(schema), json_value(calls))
         after = [regex(" ?"), literal(self.after)] if self.after else []
         ends = [sequence(GAP, literal(end)) for end in self.ends]
         end = [] if not ends else ends if len(ends) == 1 else [optional(any_of(*ends))]
@@ -232,8 +232,8 @@ class TaggedJson(ToolCallFormat):
         form = dict.fromkeys(markers, content)
         if not self.allows_unmarked:
             return ToolCallGrammar(form, self.ignored_markers)
-        more = repeat(sequence(literal("; "), json_value(one)))
-        bare = sequence(json_value(one), more) if self.separators else written
+        more = repeat(sequence(literal("; "), json_value(schema)))
+        bare = sequence(json_value(schema), more) if self.separators else written
         return ToolCallGrammar(form, (), any_of(bare, json_value(calls)), "{[")
 
 

@@ -163,7 +163,11 @@ def _python_call(name: str, schema: Mapping[str, Any] | None) -> Part:
     """Grammar of `name(a=1, b="x")`; values are written as JSON, which the reader also accepts."""
     free = sequence(regex("[A-Za-z_][A-Za-z0-9_]{0,63}="), json_value({}))
     inner = named_arguments(
-        name, schema, _COMMA, free, lambda one: sequence(literal(f"{one.name}="), one.as_json)
+        name,
+        schema,
+        _COMMA,
+        free,
+        lambda argument: sequence(literal(f"{argument.name}="), argument.as_json),
     )
     return sequence(literal(f"{name}("), *inner, literal(")"))
 

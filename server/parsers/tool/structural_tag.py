@@ -103,10 +103,10 @@ def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     _check_references(function, shared)
     result = []
-    for name, one in properties.items():
-        if one is False or not isinstance(one, (dict, bool)):
+    for name, subschema in properties.items():
+        if subschema is False or not isinstance(subschema, (dict, bool)):
             raise unenforceable(function, f"properties.{name}")
-        inner: Mapping[str, Any] = one if isinstance(one, dict) else {}
+        inner: Mapping[str, Any] = subschema if isinstance(subschema, dict) else {}
         _check_references(function, inner)
         is_required = name in required_names
         result.append(Argument(name, referenced(inner, shared), shared, is_required))
@@ -162,11 +162,11 @@ def named_arguments(
     if schema is None:
         return [optional(sequence(free, repeat(sequence(comma, free))))]
     arguments = arguments_of(function, schema)
-    for one in arguments:
-        if not IDENTIFIER.fullmatch(one.name):
-            raise unenforceable(function, f"properties.{one.name:.60}")
-    parts = [write(one) for one in arguments]
-    num_required = sum(one.is_required for one in arguments)
+    for argument in arguments:
+        if not IDENTIFIER.fullmatch(argument.name):
+            raise unenforceable(function, f"properties.{argument.name:.60}")
+    parts = [write(argument) for argument in arguments]
+    num_required = sum(argument.is_required for argument in arguments)
 
     def after(first: int) -> list[Part]:
         return [
@@ -191,18 +191,18 @@ def is_plain_text(schema: Mapping[str, Any]) -> bool:
     if branches is not None:
         if not isinstance(branches, list):
             return False
-        dicts = [one for one in branches if isinstance(one, dict)]
+        dicts = [branch for branch in branches if isinstance(branch, dict)]
         plain = len(dicts) == len(branches) and all(
-            not one.keys() - ANNOTATIONS - {"type"} for one in dicts
+            not branch.keys() - ANNOTATIONS - {"type"} for branch in dicts
         )
-        kinds: list[Any] = [one.get("type") for one in dicts]
+        kinds: list[Any] = [branch.get("type") for branch in dicts]
         return not rest and plain and _allow_text(kinds)
     kind = rest.pop("type", "string")
     return not rest and _allow_text(kind if isinstance(kind, list) else [kind])
 
 
 def _allow_text(kinds: list[Any]) -> bool:
-    return "string" in kinds and all(one in ("string", "null", "boolean") for one in kinds)
+    return "string" in kinds and all(kind in ("string", "null", "boolean") for kind in kinds)
 
 
 def unenforceable(function: str, what: str) -> UserError:
@@ -229,13 +229,13 @@ def _check_references(function: str, value: Any) -> None:
 def _references(value: Any) -> Iterator[str]:
     left = [value]
     while left:
-        one = left.pop()
-        if isinstance(one, (list, tuple)):
-            left += one
-        elif isinstance(one, dict):
-            left += one.values()
-            if isinstance(one.get("$ref"), str):
-                yield one["$ref"]
+        schema = left.pop()
+        if isinstance(schema, (list, tuple)):
+            left += schema
+        elif isinstance(schema, dict):
+            left += schema.values()
+            if isinstance(schema.get("$ref"), str):
+                yield schema["$ref"]
 
 
 GAP = regex("[ \\n]?")
@@ -262,7 +262,9 @@ class ToolCallGrammar:
             return self.whole
         result: Part = {
             "type": "calls",
-            "tags": [{"begin": marker, "content": one} for marker, one in self.by_marker.items()],
+            "tags": [
+                {"begin": marker, "content": grammar} for marker, grammar in self.by_marker.items()
+            ],
             "silent": list(self.ignored_markers),
         }
         if self.bare is not None:
@@ -273,12 +275,14 @@ class ToolCallGrammar:
         """The grammar of either `form` or only calls; None if text and calls may start alike."""
         if self.bare is not None or not self.by_marker:
             return None
-        calls = any_of(*(sequence(literal(marker), one) for marker, one in self.by_marker.items()))
+        calls = any_of(
+            *(sequence(literal(marker), grammar) for marker, grammar in self.by_marker.items())
+        )
         around = (
             [repeat(any_of(*map(literal, self.ignored_markers)))] if self.ignored_markers else []
         )
-        one = sequence(*around, calls, *around)
-        return any_of(form, sequence(one, repeat(sequence(GAP, one))) if is_parallel else one)
+        part = sequence(*around, calls, *around)
+        return any_of(form, sequence(part, repeat(sequence(GAP, part))) if is_parallel else part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +344,7 @@ def _moved(value: Any, root: str, *, has_names: bool = False) -> Any:
     """A copy of a schema that is moved to `root`, with its references adjusted. `has_names`: the
     keys are names that the author chose, not keywords."""
     if isinstance(value, list):
-        return [_moved(one, root) for one in value]
+        return [_moved(item, root) for item in value]
     if not isinstance(value, dict):
         return value
     result = {}

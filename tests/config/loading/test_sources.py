@@ -291,8 +291,8 @@ def test_no_model_is_an_error_where_there_is_no_default() -> None:
 
 HUGE = "9" * 6000
 LAUGHS = "a: &a [lol, lol]\n" + "".join(
-    f"{one}: &{one} [*{before}, *{before}]\n"
-    for before, one in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{item}: &{item} [*{before}, *{before}]\n"
+    for before, item in zip("abcdefgh", "bcdefghi", strict=True)
 )
 MERGES = "a: &a {x: 1}\nport: {<<: [*a, *a]}\n"
 
@@ -310,7 +310,7 @@ MERGES = "a: &a {x: 1}\nport: {<<: [*a, *a]}\n"
         ("port: 2001-99-99\n", "cannot be read: month must be in 1..12"),
         ("speculative-config: {2001-01-01: 1}\n", "must be a mapping of texts to values"),
         (f"port: {'x' * 200_000}\n", r"it has 200007 bytes, at most 131072 are read"),
-        ("".join(f"key{one}: 1\n" for one in range(1001)), "holds 1001 keys, at most 1000"),
+        ("".join(f"key{item}: 1\n" for item in range(1001)), "holds 1001 keys, at most 1000"),
         ("? " + "x" * 10_000 + "\n: 1\n", "is no setting"),
     ],
 )

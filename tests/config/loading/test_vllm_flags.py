@@ -174,7 +174,7 @@ def test_a_flag_that_asks_for_nothing_special_is_accepted_and_logged_with_its_re
 ) -> None:
     code = cli.main([*SERVE, *line.split()])
 
-    (record,) = [one for one in caplog.records if one.name == cli.__name__]
+    (record,) = [record for record in caplog.records if record.name == cli.__name__]
     assert code == 0
     assert record.message.startswith("Accepted without effect: --")
     assert record.message.endswith(")")
@@ -185,7 +185,7 @@ def test_the_log_has_one_line_for_all_of_them(
 ) -> None:
     cli.main([*SERVE, "--preemption-mode=swap", "--trust-remote-code", "--num-scheduler-steps=8"])
 
-    (record,) = [one for one in caplog.records if one.name == cli.__name__]
+    (record,) = [record for record in caplog.records if record.name == cli.__name__]
     assert "--preemption-mode swap (--swap-space says whether blocks of preempted" in record.message
     assert "--trust-remote-code (code in a checkpoint is never run" in record.message
     assert "--num-scheduler-steps 8 (two steps are in flight instead" in record.message

@@ -67,8 +67,8 @@ def fields(**changes: Any) -> Change:
 def tensors(**changes: torch.Tensor | None) -> Change:
     def change(folder: Path) -> None:
         file = folder / "adapter_model.safetensors"
-        found = {**load_file(file), **{PREFIX + name: one for name, one in changes.items()}}
-        save_file({name: one for name, one in found.items() if one is not None}, file)
+        found = {**load_file(file), **{PREFIX + name: change for name, change in changes.items()}}
+        save_file({name: entry for name, entry in found.items() if entry is not None}, file)
 
     return change
 
@@ -90,7 +90,7 @@ def test_ranks_scales_and_targets(base: BaseModules, folder: Path) -> None:
     adapter = read_adapter(folder, base)
 
     assert len(adapter.modules) == 2 * 7
-    assert {(one.rank, one.scale) for one in adapter.modules} == {(4, 2.0)}
+    assert {(module.rank, module.scale) for module in adapter.modules} == {(4, 2.0)}
     assert adapter.extra_targets == ()
 
 
@@ -173,8 +173,8 @@ def test_targets_by_list_regex_or_all(targets: Any, selects: bool, folder: Path)
             )
             for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
             for spoiled in (
-                lambda one: one.index_fill(1, torch.tensor(63), float("nan")),
-                lambda one: one.index_fill(0, torch.tensor(2), -float("inf")),
+                lambda tensor: tensor.index_fill(1, torch.tensor(63), float("nan")),
+                lambda tensor: tensor.index_fill(0, torch.tensor(2), -float("inf")),
             )
         ),
         (fields(rank_pattern={"(": 1}), "is no regular expression"),
@@ -379,8 +379,10 @@ def test_stacked_experts_have_a_module_for_each_expert(
     assert len(experts) == 3 * 4
     assert {module.rank for module in experts} == {3}
     assert sum(module.base.out_features for module in experts) == 4 * (2 * 48 + 64)
-    stored = sum(one.numel() * 4 for one in STACK.values())
-    queries = sum(one.a.num_bytes + one.b.num_bytes for one in adapter.modules if one.part is None)
+    stored = sum(weight.numel() * 4 for weight in STACK.values())
+    queries = sum(
+        module.a.num_bytes + module.b.num_bytes for module in adapter.modules if module.part is None
+    )
     assert adapter.num_bytes == stored + queries
 
 
@@ -535,7 +537,7 @@ def test_an_adapter_for_images_is_one_of_the_adapters() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_dtypes_of_weights(dtype: torch.dtype, base: BaseModules, folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
-    save_file({name: one.to(dtype) for name, one in load_file(file).items()}, file)
+    save_file({name: item.to(dtype) for name, item in load_file(file).items()}, file)
 
     assert load_adapter(folder, base).adapter.rank == 4
 

@@ -112,8 +112,8 @@ def test_experts_that_the_checkpoint_stacks(
     # Those of gpt-oss have rows of gate and up in turns.
     axis = 2 if case == "gpt-oss" else 1
     merged = np.stack(both, axis).reshape(4, 2 * inner, hidden)
-    expected = dict(zip((one.name for one in gate_up), merged, strict=True))
-    expected |= dict(zip((one.name for one in down), products.get("down", ()), strict=False))
+    expected = dict(zip((item.name for item in gate_up), merged, strict=True))
+    expected |= dict(zip((item.name for item in down), products.get("down", ()), strict=False))
     assert found.keys() == expected.keys()
     for name, product in expected.items():
         np.testing.assert_allclose(found[name], product * 8.0 / RANK, atol=1e-3, err_msg=name)
@@ -201,7 +201,7 @@ def with_value(value: float) -> tuple[Array, Array]:
         ("llama", {"": PAIR}, {}, "has weights for , which is no module of the base model"),
         (
             "llama",
-            {QUERY: tuple(one[None] for one in PAIR)},
+            {QUERY: tuple(item[None] for item in PAIR)},
             {},
             "blk.0.attn_q.weight.lora_a of 3 dimensions, it must have 2",
         ),

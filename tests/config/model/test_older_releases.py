@@ -149,8 +149,8 @@ def test_an_older_form_says_the_same(name: str, tmp_path: Path) -> None:
 
     expected, found = read(tmp_path, config), read(tmp_path, older)
 
-    for one in fields(ModelConfig):
-        if one.name != "fields":
-            assert getattr(found, one.name) == getattr(expected, one.name), one.name
+    for field in fields(ModelConfig):
+        if field.name != "fields":
+            assert getattr(found, field.name) == getattr(expected, field.name), field.name
     assert decoder_spec(found) == decoder_spec(expected)
     assert older.keys() != config.keys() and "rope_parameters" not in older

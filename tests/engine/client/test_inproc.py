@@ -9,7 +9,7 @@ from engine_rig import asking, counting_config, generate, prompt_of, read_all, r
 
 from config.errors import ConfigError, EngineDied
 from engine.client.inproc import InprocClient
-from engine.transport.messages import LATER, Progress
+from engine.transport.messages import BACKGROUND_WARMUP, Progress
 
 
 def engine_threads() -> list[str]:
@@ -87,7 +87,7 @@ async def test_what_was_left_of_a_warm_up_is_made_between_requests_and_told(exec
 
     output = await generate(client, 40)
     deadline = asyncio.get_running_loop().time() + 10
-    while client.progress != Progress(0, LATER, 4, 4):
+    while client.progress != Progress(0, BACKGROUND_WARMUP, 4, 4):
         assert asyncio.get_running_loop().time() < deadline, client.progress
         await asyncio.sleep(0.02)
     again = await generate(client, 5)

@@ -154,7 +154,7 @@ def test_engines_on_one_cpu_share_its_cores() -> None:
     alone = share_cores(EngineConfig(model="m", device="cpu"))
     on_cards = share_cores(EngineConfig(model="m", device="hpu", data_parallel=four))
 
-    threads = [one.num_threads for one in (shared, chosen, alone, on_cards)]
+    threads = [item.num_threads for item in (shared, chosen, alone, on_cards)]
     assert threads == [2, 7, None, None]
 
 

@@ -67,7 +67,7 @@ class RestartRig:
         queues = [
             self.client.add(request_of(prompt_of(n), asking(max_tokens))) for n in range(count)
         ]
-        await eventually(lambda: all(queue.has_gained for queue in queues), 10)
+        await eventually(lambda: all(queue.has_progressed for queue in queues), 10)
         return queues
 
 
@@ -103,7 +103,7 @@ async def restart_rig(
         command=counting_command("engine"),
         max_restarts=100,
         max_wait_s=max_wait_s,
-        on_restart=partial(on_loop, client.name_cause),
+        on_restart=partial(on_loop, client.set_exit_cause),
     )
     rig = RestartRig(client, processes, ends)
     await client.start()

@@ -8,7 +8,12 @@ from config.params.sampling import SamplingParams
 from engine.client.output_queue import OutputRouter, RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
 from engine.client.resumer import Resumer
-from engine.client.suspects import MAX_DEATHS, MAX_EXTERNAL_DEATHS, find_cause, resume_order
+from engine.client.suspects import (
+    MAX_DEATHS,
+    MAX_EXTERNAL_DEATHS,
+    find_poison_request,
+    resume_order,
+)
 from engine.transport.messages import AddRequest, StepOutput
 
 LIMITS = {"max_requests": 100, "max_prompt_tokens": 1000}
@@ -50,7 +55,7 @@ class Front:
     def restart(self, *, is_external: bool = True) -> bool:
         """The engine dies, and another one is ready; whether a request was ended."""
         self.resumer.withdraw()
-        self.cause = find_cause(self.router.queues, is_external=is_external)
+        self.cause = find_poison_request(self.router.queues, is_external=is_external)
         if self.cause is not None:
             self.router.finish(self.cause, "the cause")
         self.sent.clear()
@@ -64,7 +69,11 @@ class Front:
     @property
     def suspects(self) -> list[int]:
         """Keys of those that the engine is to start one at a time."""
-        return [one.key for one in self.sent if one.resumption and one.resumption.is_suspect]
+        return [
+            message.key
+            for message in self.sent
+            if message.resumption and message.resumption.is_suspect
+        ]
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ from engine.process.child_process import ProcessEnd
 from engine.transport.messages import (
     ASLEEP,
     AWAKE,
+    BACKGROUND_WARMUP,
     FALLING_ASLEEP,
-    LATER,
     SLEEP,
     Abort,
     AddRequest,
@@ -167,7 +167,7 @@ async def test_a_conversation_stays_where_it_began_and_others_spread() -> None:
         for number in range(1, 7):
             router.add(request_of(chat(number, 40 * turn), asking(1)))
 
-    homes = [{bytes(one.prompt[:4]) for one in engine.added} for engine in engines]
+    homes = [{bytes(item.prompt[:4]) for item in engine.added} for engine in engines]
     assert [len(home) for home in homes] == [2, 2, 2]
     assert len(set.union(*homes)) == 6
     assert [len(engine.added) for engine in engines] == [6, 6, 6]
@@ -226,7 +226,7 @@ async def test_keys_name_the_engine_and_aborts_go_to_it() -> None:
     assert sorted(engine_of(queue.key) for queue in queues) == [0, 1, 2]
     assert len({queue.key for queue in queues}) == 3
     for queue in queues:
-        (engine,) = (one for one in engines if one.engine == engine_of(queue.key))
+        (engine,) = (engine for engine in engines if engine.engine == engine_of(queue.key))
         aborts = [message.keys for message in engine.sent if isinstance(message, Abort)]
         assert aborts == ([] if queue is queues[0] else [[queue.key]])
 
@@ -261,8 +261,8 @@ async def test_it_is_ready_when_all_engines_are_with_the_shortest_context() -> N
 
     assert (await router.wait_ready()).max_model_len == 80
     for engine in engines:
-        engine.says(Progress(engine.engine, LATER, 2, 5))
-    assert router.progress == Progress(0, LATER, 4, 10)
+        engine.says(Progress(engine.engine, BACKGROUND_WARMUP, 2, 5))
+    assert router.progress == Progress(0, BACKGROUND_WARMUP, 4, 10)
 
 
 async def test_an_engine_that_does_not_start_fails_all() -> None:
@@ -343,15 +343,15 @@ async def test_a_request_that_ends_two_engines_is_not_handed_to_a_third() -> Non
     router.resume(Restorations())
     poison = router.add(request_of(chat(1, 8)))
     for _ in range(2):
-        (engine,) = (one for one in engines if one.queues)
+        (engine,) = (engine for engine in engines if engine.queues)
         engine.says(StepOutput(0, started=[poison.key], started_cached=[0]))
         engine._lose(Failure("the engine has disconnected", is_external=None))
-        assert engine.queues and engine.awaits_verdict
+        assert engine.queues and engine.is_crash_pending
 
-        engine.name_cause(SEGFAULT)
+        engine.set_exit_cause(SEGFAULT)
 
-    assert not any(one.queues for one in engines)
-    assert sum(len(one.added) for one in engines) == 2
+    assert not any(engine.queues for engine in engines)
+    assert sum(len(engine.added) for engine in engines) == 2
     assert "died 2 times" in ((await poison.get()).finish or Finish(0, "")).error  # type: ignore[operator]
 
 
@@ -361,7 +361,7 @@ async def test_a_death_whose_cause_nobody_names_counts_as_external() -> None:
     router.resume(noted)
     queue = router.add(request_of(chat(1, 8)))
     for deaths in (1, 2):
-        (engine,) = (one for one in engines if one.queues)
+        (engine,) = (engine for engine in engines if engine.queues)
         engine.says(StepOutput(0, started=[queue.key], started_cached=[0]))
         engine._lose(Failure("the engine has disconnected", is_external=None))
         if deaths == 1:
@@ -370,7 +370,7 @@ async def test_a_death_whose_cause_nobody_names_counts_as_external() -> None:
         await engine.start()
 
     assert (queue.num_deaths, queue.num_external_deaths) == (2, 2)
-    assert sum(len(one.queues) for one in engines) == 1 and len(noted.restored) == 2
+    assert sum(len(engine.queues) for engine in engines) == 1 and len(noted.restored) == 2
 
 
 async def test_an_engine_that_is_killed_since_it_hangs_ended_by_itself() -> None:
@@ -380,7 +380,7 @@ async def test_an_engine_that_is_killed_since_it_hangs_ended_by_itself() -> None
     engines[0].says(StepOutput(0, started=[queue.key], started_cached=[0]))
     engines[0].has_hung = True
 
-    engines[0].name_cause(SEGFAULT._replace(is_external=True))
+    engines[0].set_exit_cause(SEGFAULT._replace(is_external=True))
     await engines[0].start()
 
     assert (queue.num_deaths, queue.num_external_deaths) == (1, 0)
@@ -440,7 +440,10 @@ async def test_a_control_goes_to_all_engines_and_fails_with_the_first_error() ->
     engines[1].fail("killed")
     assert await router.control("ping") == "pong"
 
-    names = [[one.name for one in engine.sent if isinstance(one, Control)] for engine in engines]
+    names = [
+        [message.name for message in engine.sent if isinstance(message, Control)]
+        for engine in engines
+    ]
     assert names == [["ping", "wake_up", "ping"], ["ping", "wake_up"]]
 
 

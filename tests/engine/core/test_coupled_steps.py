@@ -16,7 +16,7 @@ from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
 from config.parallel import ParallelConfig
-from engine.core.coupled_steps import JOINED, HubClient, StepCollector, StepHub
+from engine.core.coupled_steps import JOINED, DPCoordinator, HubClient, StepCollector
 from engine.core.loop import EngineLoop
 from engine.transport.channels import SocketDirectory, endpoint, new_token
 from engine.transport.messages import (
@@ -114,16 +114,21 @@ class Engine:
 
     @property
     def outputs(self) -> list[StepOutput]:
-        return [one for one in list(self.messages) if isinstance(one, StepOutput)]
+        return [item for item in list(self.messages) if isinstance(item, StepOutput)]
 
     @property
     def is_ready(self) -> bool:
-        return self.error is not None or any(isinstance(one, Ready) for one in self.messages)
+        return self.error is not None or any(
+            isinstance(message, Ready) for message in self.messages
+        )
 
     @property
     def buckets(self) -> list[list[Bucket]]:
         """Of the launches of each plan."""
-        return [[(one.phase, *one.bucket) for one in plan.launches] for plan in list(self.plans)]
+        return [
+            [(launch.phase, *launch.bucket) for launch in plan.launches]
+            for plan in list(self.plans)
+        ]
 
     def stop(self) -> None:
         self.loop.stop(EngineDied("the test is over"))
@@ -162,10 +167,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def start_engines(*settings: EngineConfig) -> Iterator[list[Engine]]:
     directory, token = SocketDirectory(), new_token()
     names = [endpoint(directory.path, f"steps{number}") for number in range(len(settings))]
-    hub = StepHub(names, token)
+    hub = DPCoordinator(names, token)
     started = [
-        Engine(number, name, token, one)
-        for number, (name, one) in enumerate(zip(names, settings, strict=True))
+        Engine(number, name, token, item)
+        for number, (name, item) in enumerate(zip(names, settings, strict=True))
     ]
     wait_until(lambda: all(engine.is_ready for engine in started))
     yield started
@@ -226,7 +231,7 @@ def test_requests_of_both_engines_and_late_ones_run_in_common_buckets(
         [bool(launch.req_indices) for plan in engine.plans for launch in plan.launches]
         for engine in engines
     ]
-    assert any(one and other for one, other in zip(*together, strict=True))
+    assert any(first and other for first, other in zip(*together, strict=True))
     assert any(bucket[0] == PREFILL for step in first.buckets[4:] for bucket in step)
     padding = [engine.outputs[-1].stats for engine in engines]
     assert all(stats is not None and sum(stats.padding_tokens.values()) for stats in padding)
@@ -234,9 +239,9 @@ def test_requests_of_both_engines_and_late_ones_run_in_common_buckets(
 
 def test_coupled_engines_do_not_sleep(engines: list[Engine]) -> None:
     engines[0].loop.receive(0, Control(1, SLEEP))
-    wait_until(lambda: any(isinstance(one, Reply) for one in engines[0].messages))
+    wait_until(lambda: any(isinstance(message, Reply) for message in engines[0].messages))
 
-    (reply,) = (one for one in engines[0].messages if isinstance(one, Reply))
+    (reply,) = (message for message in engines[0].messages if isinstance(message, Reply))
     assert reply.is_refusal and "cannot sleep" in str(reply.error)
 
 
@@ -251,7 +256,7 @@ def test_engines_with_other_settings_are_refused() -> None:
 def test_an_engine_that_waits_for_the_others_can_be_stopped() -> None:
     directory, token = SocketDirectory(), new_token()
     names = [endpoint(directory.path, f"steps{number}") for number in range(2)]
-    hub = StepHub(names, token)
+    hub = DPCoordinator(names, token)
 
     alone = Engine(0, names[0], token, config())
     time.sleep(0.1)
@@ -265,7 +270,7 @@ def test_an_engine_that_waits_for_the_others_can_be_stopped() -> None:
 def test_a_hub_on_another_host_takes_its_token_only_and_is_missed_when_it_is_gone() -> None:
     directory, token, remote = SocketDirectory(), new_token(), new_token()
     names = [endpoint(directory.path, "steps0"), f"tcp://127.0.0.1:{free_port()}"]
-    hub = StepHub(names, token, remote)
+    hub = DPCoordinator(names, token, remote)
 
     stranger = Engine(1, names[1], token, config())
     wait_until(lambda: stranger.is_ready)

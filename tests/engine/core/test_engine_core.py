@@ -206,12 +206,12 @@ def test_missing_seeds_are_drawn_from_the_config_and_given_ones_kept() -> None:
         rig.run()
         return [new.sampling.seed for plan in rig.plans for new in plan.new_requests]
 
-    one, other = seeds(CoreRig()), seeds(CoreRig())
+    first, other = seeds(CoreRig()), seeds(CoreRig())
 
-    assert one == other
-    assert len(set(one)) == 4
-    assert one[2] == 5
-    assert all(0 <= seed < 2**63 for seed in one)
+    assert first == other
+    assert len(set(first)) == 4
+    assert first[2] == 5
+    assert all(0 <= seed < 2**63 for seed in first)
 
 
 def test_controls_answer_or_say_what_is_wrong() -> None:

@@ -175,10 +175,10 @@ def test_a_finish_says_where_the_time_went() -> None:
 
     rig.run()
 
-    one, other = (rig.ledger.requests[key].finish for key in (0, 1))
-    assert one is not None and other is not None
-    assert one.prefill_s > 0 and one.decode_s > 0
-    assert other.queue_s >= one.prefill_s + one.decode_s
+    requests, other = (rig.ledger.requests[key].finish for key in (0, 1))
+    assert requests is not None and other is not None
+    assert requests.prefill_s > 0 and requests.decode_s > 0
+    assert other.queue_s >= requests.prefill_s + requests.decode_s
 
 
 def test_a_message_belongs_to_its_receiver() -> None:

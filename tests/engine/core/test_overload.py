@@ -50,9 +50,9 @@ def test_a_deadline_ends_a_request_that_runs_and_frees_its_blocks() -> None:
 
 def test_an_engine_without_deadlines_reads_its_clock_as_before() -> None:
     rig, with_deadline = CoreRig(), CoreRig()
-    for one, timeout_s in ((rig, 0.0), (with_deadline, LATE_S)):
-        one.add(1, [1, 2, 3], max_tokens=20, ignore_eos=True, timeout_s=timeout_s)
-        one.run()
+    for item, timeout_s in ((rig, 0.0), (with_deadline, LATE_S)):
+        item.add(1, [1, 2, 3], max_tokens=20, ignore_eos=True, timeout_s=timeout_s)
+        item.run()
 
     assert rig.now < with_deadline.now
 

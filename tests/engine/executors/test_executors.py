@@ -65,7 +65,7 @@ def test_plans_that_are_in_flight_together_come_back_in_order(
     executor.close()
 
     assert [result.step for result in results] == [0, 1]
-    assert [one.stage for one in progress] == ["load", "warmup"]
+    assert [stage.stage for stage in progress] == ["load", "warmup"]
     assert not alive(pid)
 
 
@@ -80,13 +80,13 @@ def test_an_idle_worker_prepares_what_was_left_and_tells_it_between_results(
     warmed: list[int] = []
     deadline = time.monotonic() + 10
     while len(warmed) < 3 and time.monotonic() < deadline:
-        warmed += [one.num_later for one in executor.take_warmed()]
+        warmed += [item.num_deferred for item in executor.take_warmed()]
         time.sleep(0.01)
     executor.submit(plan_of(1))
     result = executor.collect()
     executor.close()
 
-    assert (ready.num_later, warmed, result.step) == (3, [2, 1, 0], 1)
+    assert (ready.num_deferred, warmed, result.step) == (3, [2, 1, 0], 1)
     assert not executor.warm_up_next()
 
 
@@ -311,7 +311,7 @@ def test_a_group_of_workers_runs_every_plan_and_one_of_them_sends_the_results(
     assert answer == "start_profile after 3 plans"
     # They do not warm up by themselves: all must run the same launches in the same order.
     assert (untold, has_more) == ([], [True, False])
-    assert [one.num_later for one in warmed] == [1, 0]
+    assert [entry.num_deferred for entry in warmed] == [1, 0]
     assert len(progress) == 2 and len(set(pids)) == 2
     assert not any(alive(pid) for pid in pids)
 

@@ -75,26 +75,26 @@ def test_eviction_drops_the_hash() -> None:
 
 def test_the_first_block_with_some_contents_keeps_the_hash() -> None:
     pool = BlockPool(size=2)
-    one, other = pool.allocate(2)
+    block, other = pool.allocate(2)
 
-    assert pool.cache_block(one, b"same")
+    assert pool.cache_block(block, b"same")
     assert not pool.cache_block(other, b"same")
 
-    assert pool.get_cached_block(b"same") == one
-    pool.check([[one], [other]])
+    assert pool.get_cached_block(b"same") == block
+    pool.check([[block], [other]])
 
 
 def test_forgetting_leaves_held_blocks_held() -> None:
     pool = BlockPool(size=3)
-    one, other = pool.allocate(2)
-    pool.cache_block(one, b"one")
+    block, other = pool.allocate(2)
+    pool.cache_block(block, b"one")
     pool.cache_block(other, b"other")
     pool.free([other])
 
     pool.reset_cache()
 
     assert pool.get_cached_block(b"one") is None and pool.get_cached_block(b"other") is None
-    pool.check([[one]])
+    pool.check([[block]])
 
 
 def test_an_unfiled_block_is_not_found_again() -> None:

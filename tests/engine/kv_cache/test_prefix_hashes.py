@@ -18,12 +18,12 @@ def test_only_full_blocks_get_a_hash() -> None:
 
 
 def test_a_hash_covers_everything_before_its_block() -> None:
-    one = block_hashes(raw([1, 2, 3, 4, 5, 6]), 2)
+    hashes = block_hashes(raw([1, 2, 3, 4, 5, 6]), 2)
     other = block_hashes(raw([9, 2, 3, 4, 5, 6]), 2)
     longer = block_hashes(raw([1, 2, 3, 4, 5, 6, 7, 8]), 2)
 
-    assert one == longer[:3]
-    assert not set(one) & set(other)
+    assert hashes == longer[:3]
+    assert not set(hashes) & set(other)
 
 
 def test_salt_and_adapter_keep_prefixes_apart() -> None:
@@ -70,5 +70,5 @@ def test_where_all_tokens_see_images_those_in_front_are_apart_too() -> None:
 
     assert hashes() == block_hashes(prompt, 2)
     assert hashes(b"cat") == hashes(b"cat")
-    assert len({one[0] for one in (hashes(), hashes(b"cat"), hashes(b"dog"))}) == 3
+    assert len({hashe[0] for hashe in (hashes(), hashes(b"cat"), hashes(b"dog"))}) == 3
     assert hashes(b"cat", b"dog")[0] != hashes(b"dog", b"cat")[0]

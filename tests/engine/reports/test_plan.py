@@ -266,15 +266,15 @@ DEEPSEEK_R1: dict[str, Any] = {
 
 
 def test_a_model_of_70_billion_parameters_fits_eight_cards() -> None:
-    one, eight = (
+    single, eight = (
         as_json(make_plan(LLAMA_70B, on_cards(count), Target(device="gaudi2"))) for count in (1, 8)
     )
 
-    assert one["parameters"] == eight["parameters"] == 70_553_706_496
-    assert (one["fits"], eight["fits"]) == (False, True)
+    assert single["parameters"] == eight["parameters"] == 70_553_706_496
+    assert (single["fits"], eight["fits"]) == (False, True)
     # Norms and the rotary table are on every card.
-    assert 0.999 < eight["weight_bytes"] * 8 / one["weight_bytes"] < 1.01
-    assert (eight["block_bytes"] - FLAGS) * 8 == one["block_bytes"] - FLAGS
+    assert 0.999 < eight["weight_bytes"] * 8 / single["weight_bytes"] < 1.01
+    assert (eight["block_bytes"] - FLAGS) * 8 == single["block_bytes"] - FLAGS
     assert eight["notes"] == [note for note in eight["notes"] if "later version" not in note]
 
 
@@ -323,18 +323,18 @@ def test_experts_are_planned_over_the_cards_of_all_engines(tmp_path: Path) -> No
         )
         return make_plan(facts, settings, Target(device="gaudi3"))
 
-    one, two = as_json(plan(1)), as_json(plan(2))
+    single, two = as_json(plan(1)), as_json(plan(2))
 
     # 16 of 256 experts in place of 32, in 58 layers; nothing else is divided further.
     expert = 3 * DEEPSEEK_R1["hidden_size"] * DEEPSEEK_R1["moe_intermediate_size"]
-    assert one["weight_bytes"] - two["weight_bytes"] == 16 * 58 * expert * 2
-    assert one["block_bytes"] == two["block_bytes"]
-    assert not one["fits"] and two["fits"]
+    assert single["weight_bytes"] - two["weight_bytes"] == 16 * 58 * expert * 2
+    assert single["block_bytes"] == two["block_bytes"]
+    assert not single["fits"] and two["fits"]
     assert two["num_coupled_engines"] == 2
     assert "16 cards of 2 engines, whole experts on each" in as_text(plan(2))
     # Engines that do not share them have all experts each.
     apart = as_json(plan(2, whole=False))
-    assert (apart["weight_bytes"], apart["fits"]) == (one["weight_bytes"], False)
+    assert (apart["weight_bytes"], apart["fits"]) == (single["weight_bytes"], False)
     with pytest.raises(ConfigError, match=r"256 experts, and 24 \(--data-parallel-size 3 x --tens"):
         plan(3)
 
@@ -409,10 +409,10 @@ def test_changes_count_the_drafter_of_their_own_cards(tmp_path: Path) -> None:
     settings = config(speculation=drafts, load_format="dummy")
     demand = make_plan(FACTS, settings, Target(device="gaudi2")).card.demand
 
-    one, two = (plan_card(FACTS, replace(demand, num_cards=n)).drafter for n in (1, 2))
+    single, two = (plan_card(FACTS, replace(demand, num_cards=n)).drafter for n in (1, 2))
 
-    assert two.block_bytes - FLAGS == (one.block_bytes - FLAGS) // 2
-    assert two.weight_bytes < 0.6 * one.weight_bytes
+    assert two.block_bytes - FLAGS == (single.block_bytes - FLAGS) // 2
+    assert two.weight_bytes < 0.6 * single.weight_bytes
 
 
 def test_slots_of_adapters_are_counted() -> None:

@@ -226,13 +226,13 @@ def test_random_traffic_leaves_nothing_behind() -> None:
         elif action < 0.75 and waiting:
             queue.remove(waiting.pop(rng.randrange(len(waiting))))
         elif (request := queue.peek()) is not None:
-            lowest = min(one.priority_key[0] for one in waiting)
+            lowest = min(request.priority_key[0] for request in waiting)
             assert request.priority_key[0] == lowest
             waiting.remove(request)
             served = serve(queue)
             assert served is request
         assert len(queue) == len(waiting)
-        assert queue.num_tokens == sum(one.num_tokens for one in waiting)
+        assert queue.num_tokens == sum(request.num_tokens for request in waiting)
         assert queue.shares is not None
         assert sum(queue.shares.values()) == queue.num_tokens
 

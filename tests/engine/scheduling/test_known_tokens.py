@@ -11,7 +11,7 @@ LIMITS = ModelLimits(100, 50, frozenset())
 
 
 def request(key: int, prompt: list[int], output: list[int], drafts: list[int]) -> Request:
-    one = Request(
+    request = Request(
         AddRequest(key, memoryview(np.array(prompt, "<u4").tobytes()), SamplingParams()),
         [],
         seed=0,
@@ -19,10 +19,10 @@ def request(key: int, prompt: list[int], output: list[int], drafts: list[int]) -
         limits=LIMITS,
         arrived_at=0.0,
     )
-    one.output_token_ids.extend(output)
-    one.num_tokens += len(output)
-    one.drafts = drafts
-    return one
+    request.output_token_ids.extend(output)
+    request.num_tokens += len(output)
+    request.drafts = drafts
+    return request
 
 
 def test_the_newest_tokens_are_told_and_drafts_are_verified_once() -> None:

@@ -331,7 +331,7 @@ def test_a_suspect_starts_behind_the_tokens_of_all_and_nothing_starts_before_its
     while not rig.tokens(4):
         rig.step()
         requests = rig.core._scheduler.requests_with_blocks
-        pending.append([one.key for one in requests if one.has_nothing])
+        pending.append([request.key for request in requests if request.has_no_output])
 
     assert [keys for keys, _ in itertools.groupby(pending) if keys] == [[1], [2], [3], [4]]
 
@@ -361,8 +361,8 @@ def test_suspects_are_alone_without_a_token_in_random_traffic(seed: int) -> None
         for _ in range(rng.randrange(4)):
             rig.step()
             requests = rig.core._scheduler.requests_with_blocks
-            running = [one for one in requests if one.state == RUNNING]
-            pending = [one.is_suspect for one in running if one.has_nothing]
+            running = [request for request in requests if request.state == RUNNING]
+            pending = [request.is_suspect for request in running if request.has_no_output]
             num_alone += pending == [True]
             assert True not in pending or len(pending) == 1
 

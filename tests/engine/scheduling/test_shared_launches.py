@@ -99,13 +99,17 @@ def test_every_launch_runs_once_in_a_bucket_that_holds_it_and_in_its_order(
     shared = share_launches(engines, table, BUDGET)
 
     for engine, own in enumerate(engines):
-        taken = [one for one in shared if one.indices[engine] is not None]
-        assert [one.indices[engine] for one in taken] == list(range(len(own)))
-        assert all(covers(one.bucket, bucket) for one, bucket in zip(taken, own, strict=True))
-    phases = [one.bucket[0] for one in shared]
+        taken = [launch for launch in shared if launch.indices[engine] is not None]
+        assert [launch.indices[engine] for launch in taken] == list(range(len(own)))
+        assert all(covers(item.bucket, bucket) for item, bucket in zip(taken, own, strict=True))
+    phases = [launch.bucket[0] for launch in shared]
     assert phases == sorted(phases, reverse=True)
-    assert all(set(one.indices) != {None} for one in shared)
+    assert all(set(launch.indices) != {None} for launch in shared)
     apart = sum(table.cost(b[0], b[1:]) + table.overhead for own in engines for b in own)
-    together = sum(table.cost(one.bucket[0], one.bucket[1:]) + table.overhead for one in shared)
+    together = sum(
+        table.cost(launch.bucket[0], launch.bucket[1:]) + table.overhead for launch in shared
+    )
     assert together <= apart
-    assert not any(table.find(*one.bucket).result == "fallback" for one in shared if table.is_exact)
+    assert not any(
+        table.find(*launch.bucket).result == "fallback" for launch in shared if table.is_exact
+    )

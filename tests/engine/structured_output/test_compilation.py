@@ -83,7 +83,7 @@ def test_more_specs_than_may_wait_are_refused_and_the_oldest_are_forgotten(
         compiler.compile(GrammarSpec("regex", "b"))
     gate.set()
 
-    assert all(isinstance(one.result(TIMEOUT_S), Grammar) for one in made)
+    assert all(isinstance(item.result(TIMEOUT_S), Grammar) for item in made)
     compiler.compile(GrammarSpec("regex", "b")).result(TIMEOUT_S)
     again = compiler.compile(specs[0])
     assert again is not made[0] and again.result(TIMEOUT_S) is not made[0].result()
@@ -417,7 +417,7 @@ def test_what_no_bound_foresees_ends_only_its_own_spec(tmp_path: Path) -> None:
     others = [compiler.compile(GrammarSpec("regex", word)) for word in ("a", "b")]
 
     assert isinstance(crashed, UserError) and "killed by SIGSEGV" in crashed.message
-    assert all(isinstance(one.result(TIMEOUT_S), Grammar) for one in others)
+    assert all(isinstance(other.result(TIMEOUT_S), Grammar) for other in others)
     compiler.close()
 
 

@@ -84,8 +84,8 @@ def test_every_output_is_thinking_to_its_mark_and_then_the_form(
     grammar = grammar_of(vocabulary, marks, is_inside=is_inside, skips_blanks=skips_blanks)
     rng = random.Random(1)
     words = " ".join([*marks[0], *marks[1], *AWKWARD])
-    likely = set(encoder.encode(words).ids) | {encoder.token_to_id(one) for one in AWKWARD}
-    opening, closing = ("|".join(map(re.escape, one)) for one in marks)
+    likely = set(encoder.encode(words).ids) | {encoder.token_to_id(mark) for mark in AWKWARD}
+    opening, closing = ("|".join(map(re.escape, mark)) for mark in marks)
     begins = rf"((?!{closing}).)*?({closing})"
     blanks = r"[ \t\r\n]*" if skips_blanks else ""
     begins = f"{begins}{blanks}" if is_inside else f"(({opening}){begins}{blanks})?"

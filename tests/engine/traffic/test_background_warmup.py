@@ -69,7 +69,7 @@ def test_requests_between_the_buckets_of_a_background_warm_up_compile_nothing(
         graphs.append(counts["captures"])
 
     executor.close()
-    assert ready.num_later > 1
-    assert core.num_later == 0
-    assert graphs == sorted(graphs) and graphs[-1] == graphs[0] + ready.num_later
+    assert ready.num_deferred > 1
+    assert core.num_deferred == 0
+    assert graphs == sorted(graphs) and graphs[-1] == graphs[0] + ready.num_deferred
     assert all(request.finish is not None for request in ledger.requests.values())

@@ -51,7 +51,7 @@ def talks(rig: CoreRig, rounds: int = 3) -> None:
 
 
 def computed(rig: CoreRig) -> int:
-    return sum(sum(one.query_lens) for plan in rig.plans for one in plan.launches)
+    return sum(sum(launch.query_lens) for plan in rig.plans for launch in plan.launches)
 
 
 def test_conversations_that_do_not_fit_into_the_cache_come_back_by_copy() -> None:

@@ -8,7 +8,7 @@ from slow_model import raw
 
 from config.params.sampling import SamplingParams
 from engine.transport.messages import AddRequest
-from hpu.protocol import DECODE, PREFILL, Warmed
+from hpu.protocol import DECODE, PREFILL, WarmedBuckets
 
 PREPARED = [(PREFILL, 1, 16, 8), (PREFILL, 2, 8, 0), (DECODE, 2, 1, 12)]
 
@@ -142,12 +142,15 @@ def test_a_bucket_that_becomes_ready_later_is_used_from_then_on() -> None:
     rig = CoreRig(
         buckets="linear",
         prepared=[(PREFILL, 1, 32, 16), (DECODE, 4, 1, 64)],
-        num_later=2,
+        num_deferred=2,
         budget=32,
     )
     rig.add(1, [5, 6, 7], max_tokens=2, ignore_eos=True)
     rig.run()
-    rig.executor.warmed = [Warmed([(PREFILL, 1, 4, 0)], 1), Warmed([], 0, {"graphs": 3.0})]
+    rig.executor.warmed = [
+        WarmedBuckets([(PREFILL, 1, 4, 0)], 1),
+        WarmedBuckets([], 0, {"graphs": 3.0}),
+    ]
 
     rig.core.warm_up_next()
     rig.add(2, [5, 6, 8], max_tokens=2, ignore_eos=True)
@@ -155,7 +158,7 @@ def test_a_bucket_that_becomes_ready_later_is_used_from_then_on() -> None:
 
     prefills = [x.bucket for plan in rig.plans for x in plan.launches if x.phase == PREFILL]
     assert prefills == [(1, 32, 16), (1, 4, 0)]
-    assert rig.core.num_later == 0
+    assert rig.core.num_deferred == 0
     assert rig.core.stats().graphs == 3
 
 

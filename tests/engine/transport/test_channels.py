@@ -150,7 +150,7 @@ def test_what_is_published_reaches_every_worker_in_order_and_what_they_send_one_
 
     assert not early
     for rank in range(3):
-        own = [result for one, result in received if one == rank]
+        own = [result for sender, result in received if sender == rank]
         assert own == [StepResult(step, [rank]) for step in range(3)]
     # Nobody else may connect.
     assert not Path(tmp_path, "plans.sock").exists()

@@ -15,7 +15,7 @@ from config.errors import EngineDied
 from engine.transport import channels
 from engine.transport import segments as module
 from engine.transport.channels import PairSocket, SocketDirectory, ZmqContext, endpoint, new_token
-from engine.transport.segments import MARK, Segments, files_parent
+from engine.transport.segments import MARK, SharedMemoryTransfers, files_parent
 
 pytestmark = pytest.mark.skipif(files_parent() is None, reason="no shared memory")
 LARGE_BYTES = 2**20
@@ -34,14 +34,14 @@ def directory() -> Iterator[SocketDirectory]:
     directory.close()
 
 
-def made(directory: SocketDirectory, num_readers: int = 1) -> Segments:
-    found = Segments.beside(f"ipc://{directory.path}/x", num_readers)
+def made(directory: SocketDirectory, num_readers: int = 1) -> SharedMemoryTransfers:
+    found = SharedMemoryTransfers.beside(f"ipc://{directory.path}/x", num_readers)
     assert found is not None
     return found
 
 
 def files(directory: SocketDirectory) -> list[str]:
-    return [one.name for one in Path(directory.path, "segments").iterdir() if one.name[0] != "."]
+    return [path.name for path in Path(directory.path, "segments").iterdir() if path.name[0] != "."]
 
 
 def test_a_large_message_is_read_from_memory_that_has_no_name_any_more(
@@ -135,7 +135,7 @@ def test_sockets_of_one_host_use_them_and_others_do_not(directory: SocketDirecto
         ours.close()
         theirs.close()
         context.close()
-    assert Segments.beside("tcp://127.0.0.1:1") is None
+    assert SharedMemoryTransfers.beside("tcp://127.0.0.1:1") is None
 
 
 def test_without_a_place_for_files_messages_travel_through_the_sockets(
@@ -147,7 +147,7 @@ def test_without_a_place_for_files_messages_travel_through_the_sockets(
 
     directory = SocketDirectory(str(tmp_path))
 
-    assert Segments.beside(f"ipc://{directory.path}/x") is None
+    assert SharedMemoryTransfers.beside(f"ipc://{directory.path}/x") is None
     directory.close()
 
 

@@ -84,7 +84,7 @@ async def test_strangers_that_are_first_do_not_keep_the_engine_or_its_worker_out
         assert process.memory_info().rss - before < 50 * MIB
         # The engine's two connections are there for good.
         assert await eventually(lambda: process.num_fds() <= files + 4, 5)
-    warnings = [one for one in caplog.records if "launcher's token" in one.getMessage()]
+    warnings = [record for record in caplog.records if "launcher's token" in record.getMessage()]
     assert len(warnings) == 1 and warnings[0].levelno == logging.WARNING
 
 
@@ -221,7 +221,7 @@ def descriptors_of(path: Path) -> set[int]:
     """Ours that belong to the Unix socket at `path`: the listener and the accepted connections."""
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
     inodes = {f"socket:[{line[6]}]" for line in lines if line[-1] == str(path)}
-    links = {int(one.name): one for one in Path("/proc/self/fd").iterdir()}
+    links = {int(path.name): path for path in Path("/proc/self/fd").iterdir()}
     return {number for number, link in links.items() if _target(link) in inodes}
 
 
@@ -295,7 +295,7 @@ def test_a_stranger_that_is_first_does_not_take_the_workers_place(
     assert first == WarmupProgress("load", 0, 1)
     assert sent and isinstance(plan, StepPlan) and plan.step == 7
     assert nothing_else is None
-    assert any("w0.sock" in one.getMessage() for one in caplog.records)
+    assert any("w0.sock" in record.getMessage() for record in caplog.records)
 
 
 def test_a_stranger_counts_as_no_worker_and_gets_and_sends_nothing(
@@ -321,8 +321,8 @@ def test_a_stranger_counts_as_no_worker_and_gets_and_sends_nothing(
         line.send((0, WarmupProgress("load", 0, 1)))
         Waiter([collector]).wait(5)
         received, nothing_else = collector.receive(), collector.receive()
-    for one in (publisher, collector, worker, line):
-        one.close()
+    for item in (publisher, collector, worker, line):
+        item.close()
 
     assert (is_first, early, nothing_else) == (False, None, None)
     assert isinstance(plan, StepPlan) and plan.step == 7
@@ -351,7 +351,7 @@ async def test_the_token_is_on_no_command_line_and_in_no_environment() -> None:
     async with engine_rig(executor="mp") as rig:
         family = [psutil.Process(rig.engine.pid), *psutil.Process(rig.engine.pid).children()]
 
-        shown = [" ".join(one.cmdline()) + str(one.environ()) for one in family]
+        shown = [" ".join(member.cmdline()) + str(member.environ()) for member in family]
 
     assert len(shown) == 2
     assert not any(TOKEN in text for text in shown)

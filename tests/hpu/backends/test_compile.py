@@ -163,6 +163,6 @@ def test_an_encoder_compiles_without_graph_breaks(tmp_path: Path) -> None:
     found = reader.read(prompts)
 
     assert warm[0] > 0 and counted() == warm
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    for first, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(first, other, atol=1e-5)
     reader.worker.close()

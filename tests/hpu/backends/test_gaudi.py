@@ -384,8 +384,8 @@ def test_attention_uses_the_kernels_that_the_vendors_plugin_uses(
     backend.prepare(model)
 
     implementations = [layer.self_attn.attn.impl for layer in model.layers]
-    assert {one.fused_adjustment for one in implementations} == {adjusts}
-    assert {one.softmax_mode for one in implementations} == {softmax_mode}
+    assert {implementation.fused_adjustment for implementation in implementations} == {adjusts}
+    assert {implementation.softmax_mode for implementation in implementations} == {softmax_mode}
     backend.close()
 
 

@@ -73,7 +73,7 @@ def loaded(folder: Path, *, mode: str = "hpu-graphs", native: bool = False) -> I
             load_weights(model, str(folder), on_progress=lambda done, total: None)
             process_weights(model, None)
             backend.prepare(model)
-            yield backend, [one for one in model.modules() if isinstance(one, Experts)]
+            yield backend, [module for module in model.modules() if isinstance(module, Experts)]
     finally:
         backend.close()
 
@@ -82,7 +82,7 @@ def test_a_kernel_that_is_right_runs_the_experts(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with loaded(folder) as (_, experts):
-        assert all(isinstance(one.moe_op, VllmMixtureOfExpertsOp) for one in experts)
+        assert all(isinstance(expert.moe_op, VllmMixtureOfExpertsOp) for expert in experts)
     assert "plain operations" not in caplog.text
 
 
@@ -94,15 +94,15 @@ def test_a_kernel_that_differs_is_left_with_one_warning(
 
     with loaded(folder, mode=mode) as (_, experts):
         assert len(experts) > 1
-        assert all(one.moe_op is None for one in experts)
+        assert all(expert.moe_op is None for expert in experts)
     assert caplog.text.count("run on plain operations") == 1
 
 
 def test_experts_in_mxfp4_stay_so_where_it_is_asked_for(folder: Path) -> None:
     with loaded(folder, native=True) as (_, experts):
-        assert all(isinstance(one.moe_op, VllmMixtureOfExpertsOpMxfp4) for one in experts)
-        weights = sum(one.quantized_weights.num_bytes for one in experts)
-        numbers = sum(3 * 64 * 128 * one.num_experts for one in experts)
+        assert all(isinstance(expert.moe_op, VllmMixtureOfExpertsOpMxfp4) for expert in experts)
+        weights = sum(expert.quantized_weights.num_bytes for expert in experts)
+        numbers = sum(3 * 64 * 128 * expert.num_experts for expert in experts)
         # 4 bits, and 8 for 32 numbers.
         assert weights == numbers * 17 // 32
 
@@ -118,7 +118,9 @@ def test_a_kernel_for_mxfp4_that_differs_is_left_and_the_weights_stay_packed(
     change_cards(monkeypatch, faults=frozenset([MIXED_CODES]))
 
     with loaded(folder, native=True) as (_, experts):
-        assert all(one.moe_op is None and one.quantized_weights is not None for one in experts)
+        assert all(
+            expert.moe_op is None and expert.quantized_weights is not None for expert in experts
+        )
         torch.manual_seed(0)
         hidden, weights = torch.randn(5, 64).bfloat16().to("hpu"), torch.rand(5, 4).to("hpu")
         ids = torch.arange(4).repeat(5, 1).to("hpu")

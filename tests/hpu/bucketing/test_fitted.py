@@ -26,7 +26,7 @@ LIMITS = BucketLimits(
 
 
 def padded(launches: Launches, buckets: list[tuple[int, int, int, int]]) -> float:
-    return sum(one.padded_cost for one in padding_of(launches, buckets, LIMITS))
+    return sum(item.padded_cost for item in padding_of(launches, buckets, LIMITS))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -112,8 +112,8 @@ def test_the_same_traffic_makes_the_same_table_in_every_process(tmp_path: Path) 
     shuffled.write_text("\n".join(lines[::-1]))
 
     tables = [
-        BucketTable.make(BucketConfig(strategy="fitted", traffic=str(one), num_graphs=9), LIMITS)
-        for one in (file, file, shuffled)
+        BucketTable.make(BucketConfig(strategy="fitted", traffic=str(item), num_graphs=9), LIMITS)
+        for item in (file, file, shuffled)
     ]
 
     assert tables[0].buckets == tables[1].buckets == tables[2].buckets

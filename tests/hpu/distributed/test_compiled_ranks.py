@@ -73,7 +73,7 @@ def test_ranks_that_share_memory_give_the_logits_of_one_process(
 
     found = pool.run(size, logits_of, folder, str(kernel_folder))
 
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(entry, found[0]) for entry in found)
     # The order of a sum differs, and in integers which inputs share a power of two: of a rank's.
     error = (found[0] - expected).square().mean().sqrt()
     assert error < 0.01 * expected.std()

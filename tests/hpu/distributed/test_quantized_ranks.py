@@ -75,7 +75,7 @@ def test_ranks_give_the_tokens_of_one(
 
     found = pool.run(2, generate, make(name))
 
-    assert all(one.tokens == expected.tokens for one in found)
+    assert all(entry.tokens == expected.tokens for entry in found)
     torch.testing.assert_close(found[0].logits, expected.logits, rtol=1e-4, atol=1e-4)
 
 
@@ -110,7 +110,7 @@ def test_ranks_with_quantized_experts_give_the_tokens_of_one(
 
     found = pool.run(2, generate, folder, distributes)
 
-    assert all(one.tokens == expected.tokens for one in found)
+    assert all(entry.tokens == expected.tokens for entry in found)
     torch.testing.assert_close(found[0].logits, expected.logits, rtol=1e-4, atol=1e-4)
     for kernels in (None, kernel_folder):
         packed = pool.run(2, prefill_packed, folder, kernels, distributes)

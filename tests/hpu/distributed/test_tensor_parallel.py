@@ -159,9 +159,9 @@ def check(name: str, size: int, tiny: Tiny, pool: RankPool) -> None:
     found = pool.run(size, generate, str(folder), case.distributes_experts)
 
     assert expected.logits.std() > 0.1
-    for one in found:
-        assert torch.equal(one.logits, found[0].logits)
-        assert one.tokens == expected.tokens
+    for entry in found:
+        assert torch.equal(entry.logits, found[0].logits)
+        assert entry.tokens == expected.tokens
     torch.testing.assert_close(found[0].logits, expected.logits, rtol=1e-4, atol=1e-4)
     counted = count_parameters(
         read_model_config(str(folder)), size, distributes_experts=case.distributes_experts
@@ -279,8 +279,8 @@ def test_ranks_read_each_byte_once_but_those_of_what_all_of_them_have(
         is_whole = "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))
         # Two KV heads are on two ranks each.
         expected += tensor.nbytes * (2 if is_key else 4 if is_whole else 1)
-    assert sum(one.num_bytes_read for one in found) == expected
-    assert len({one.num_bytes_read for one in found}) == 1
+    assert sum(entry.num_bytes_read for entry in found) == expected
+    assert len({entry.num_bytes_read for entry in found}) == 1
 
 
 def test_a_rank_needs_memory_for_its_shard_and_for_little_more(

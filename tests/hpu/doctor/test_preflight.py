@@ -150,7 +150,7 @@ def test_a_node_that_this_user_may_not_open_is_named_with_its_owner_and_the_reme
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != node)
     user, group = os.getuid(), node.stat().st_gid
 
-    (found,) = [one for one in preflight(gaudi.seen()).findings if one.level != OK]
+    (found,) = [finding for finding in preflight(gaudi.seen()).findings if finding.level != OK]
 
     assert found.level == WARN
     wanted = f"/dev/accel/accel3 (user {user}, group {group}, mode {mode:04o})"
@@ -299,7 +299,7 @@ def test_this_machine_is_read_by_the_same_means() -> None:
 def test_links_between_cards_that_are_down_are_named(gaudi: GaudiMachine) -> None:
     def told() -> list[str]:
         found = preflight(gaudi.seen(), num_cards=8).findings
-        return [f"{one.level} {one.what}" for one in found if one.about == "links"]
+        return [f"{entry.level} {entry.what}" for entry in found if entry.about == "links"]
 
     assert told() == ["ok 40 links between 8 cards are up"]
     gaudi.links_down = [(2, 1), (3, 4)]

@@ -151,7 +151,9 @@ def test_operators_that_the_partitioner_leaves_out_of_a_graph_are_counted(name: 
 
         compiled(torch.ones(2, 2, device="hpu"), torch.tensor([1, 0], device="hpu"))
 
-        found = [one.op for one in card.counters.misuses if one.kind == "left_out_of_graph"]
+        found = [
+            misuse.op for misuse in card.counters.misuses if misuse.kind == "left_out_of_graph"
+        ]
         assert found == [name]
 
 

@@ -386,7 +386,7 @@ def _rank(store: Path, rank: int) -> None:
         torch.distributed.init_process_group(
             "hccl", init_method=f"file://{store}", rank=rank, world_size=3
         )
-        groups = [None, *(torch.distributed.new_group([one, one + 1]) for one in (0, 1))]
+        groups = [None, *(torch.distributed.new_group([item, item + 1]) for item in (0, 1))]
         for members, group in zip(((0, 1, 2), (0, 1), (1, 2)), groups, strict=True):
             total = torch.ones(2 + len(members), device="hpu")
             if rank in members:
@@ -399,8 +399,8 @@ def _rank(store: Path, rank: int) -> None:
             torch.distributed.all_reduce(torch.ones(4 + rank, device="hpu"), group=groups[2])
         except RuntimeError as error:
             both = [
-                f"rank {one} runs c10d::allreduce_ of [(({4 + one},), 'torch.float32')], []"
-                for one in (rank, 3 - rank)
+                f"rank {item} runs c10d::allreduce_ of [(({4 + item},), 'torch.float32')], []"
+                for item in (rank, 3 - rank)
             ]
             os._exit(15 if str(error) == f"deadlock: {', '.join(both)}" else 2)
     os._exit(3)

@@ -117,8 +117,8 @@ def expected(sequence: Sequence, first: int, variant: Variant) -> Tensor:
     """(tokens from `first` on, heads, D) by the definition of each part."""
     query = sequence.query[first:].double()
     key, value = (
-        one.double().repeat_interleave(HEADS // KV_HEADS, 1)
-        for one in (sequence.key, sequence.value)
+        item.double().repeat_interleave(HEADS // KV_HEADS, 1)
+        for item in (sequence.key, sequence.value)
     )
     scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
     if variant.soft_cap is not None:
@@ -290,7 +290,7 @@ def test_decodes(lengths: list[int], make: Any, variant: Variant) -> None:
     )
 
     cached = [(row, length - 1) for row, length in zip(rows, lengths, strict=True)]
-    found = attend(variant, make(), inputs, cached, [one.unsqueeze(1) for one in heads])
+    found = attend(variant, make(), inputs, cached, [head.unsqueeze(1) for head in heads])
 
     for out, row, length in zip(found, rows, lengths, strict=False):
         check(out.unsqueeze(0), expected(row, length - 1, variant))
@@ -349,7 +349,7 @@ def test_masks_are_built_for_the_kinds_that_exist() -> None:
     masks = build_metadata(inputs, BLOCK_SIZE, kinds).masks
 
     assert kinds == (Visibility(4), FULL, Visibility(6), Visibility(chunk=3))
-    sums = [None if one is None else int((one == 0).sum()) for one in masks]
+    sums = [None if mask is None else int((mask == 0).sum()) for mask in masks]
     assert sums == [4 * 9 - 6, None, 6 * 9 - 15, 3 * 6]
 
 

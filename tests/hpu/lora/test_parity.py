@@ -45,7 +45,7 @@ def mixed(llm: LLM, names: list[str | None]) -> dict[str | None, Tokens]:
     """The answers to PROMPTS with each adapter, all in one batch."""
     requests = [None if name is None else LoRARequest(name, 1) for name in names]
     found = answers(
-        llm, PROMPTS * len(names), lora_request=[one for one in requests for _ in PROMPTS]
+        llm, PROMPTS * len(names), lora_request=[request for request in requests for _ in PROMPTS]
     )
     count = len(PROMPTS)
     return {name: found[i * count : (i + 1) * count] for i, name in enumerate(names)}
@@ -85,7 +85,7 @@ def check(
 
 def test_several_adapters_in_one_batch_are_as_merged_weights(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, seed=1)
+    adapter = write_adapter(tmp_path / "one", base, seed=1)
     two = write_adapter(
         tmp_path / "two",
         base,
@@ -97,24 +97,24 @@ def test_several_adapters_in_one_batch_are_as_merged_weights(tmp_path: Path) -> 
         alpha_pattern={"q_proj": 16},
     )
 
-    check(tmp_path, base, {"one": one, "two": two})
+    check(tmp_path, base, {"one": adapter, "two": two})
 
 
 def test_embedding_and_head_have_adapters(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, targets=("embed_tokens", "lm_head"), seed=1)
+    adapter = write_adapter(tmp_path / "one", base, targets=("embed_tokens", "lm_head"), seed=1)
     two = write_adapter(tmp_path / "two", base, targets=(*MLP, "lm_head"), seed=2)
 
-    check(tmp_path, base, {"one": one, "two": two})
+    check(tmp_path, base, {"one": adapter, "two": two})
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3"])
 def test_families_with_other_layers(family: str, tmp_path: Path) -> None:
     base = make_tiny(family, tmp_path / "base")
     targets = LINEAR if family != "phi3" else ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    one = write_adapter(tmp_path / "one", base, targets=targets, seed=1)
+    adapter = write_adapter(tmp_path / "one", base, targets=targets, seed=1)
 
-    check(tmp_path, base, {"one": one})
+    check(tmp_path, base, {"one": adapter})
 
 
 STATES = {
@@ -127,10 +127,10 @@ STATES = {
 @pytest.mark.parametrize("family", STATES)
 def test_layers_with_a_state_have_adapters(family: str, tmp_path: Path) -> None:
     base = make_tiny(family, tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, targets=STATES[family], seed=1)
+    adapter = write_adapter(tmp_path / "one", base, targets=STATES[family], seed=1)
     two = write_adapter(tmp_path / "two", base, targets=STATES[family][1:2], seed=2)
 
-    check(tmp_path, base, {"one": one, "two": two})
+    check(tmp_path, base, {"one": adapter, "two": two})
 
 
 @pytest.mark.slow
@@ -139,55 +139,62 @@ def test_layers_with_a_state_have_adapters_on_the_emulated_card(
     family: str, tmp_path: Path
 ) -> None:
     base = make_tiny(family, tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, targets=STATES[family], seed=1)
+    adapter = write_adapter(tmp_path / "one", base, targets=STATES[family], seed=1)
 
-    check(tmp_path, base, {"one": one}, CARD, emulator_strict=True)
+    check(tmp_path, base, {"one": adapter}, CARD, emulator_strict=True)
 
 
 def test_experts_have_adapters(tmp_path: Path) -> None:
     base = make_tiny("qwen3_moe", tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, seed=1)
+    adapter = write_adapter(tmp_path / "one", base, seed=1)
     two = write_adapter(tmp_path / "two", base, targets=ATTENTION, seed=2)
 
-    check(tmp_path, base, {"one": one, "two": two})
+    check(tmp_path, base, {"one": adapter, "two": two})
 
 
 def test_tensor_parallel_ranks_divide_adapters(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, targets=(*LINEAR, "lm_head", "embed_tokens"))
+    adapter = write_adapter(tmp_path / "one", base, targets=(*LINEAR, "lm_head", "embed_tokens"))
 
-    check(tmp_path, base, {"one": one}, tensor_parallel_size=2, compare_ranks=True)
+    check(tmp_path, base, {"one": adapter}, tensor_parallel_size=2, compare_ranks=True)
 
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_divide_adapters_of_experts(tmp_path: Path) -> None:
     base = make_tiny("qwen3_moe", tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, seed=1)
+    adapter = write_adapter(tmp_path / "one", base, seed=1)
     two = write_adapter(tmp_path / "two", base, targets=ATTENTION, seed=2)
 
-    check(tmp_path, base, {"one": one, "two": two}, tensor_parallel_size=2, compare_ranks=True)
+    check(tmp_path, base, {"one": adapter, "two": two}, tensor_parallel_size=2, compare_ranks=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
 def test_on_the_emulated_card(mode: str, tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, seed=1)
+    adapter = write_adapter(tmp_path / "one", base, seed=1)
     two = write_adapter(tmp_path / "two", base, targets=(*ATTENTION, "lm_head", "embed_tokens"))
 
-    check(tmp_path, base, {"one": one, "two": two}, CARD, execution_mode=mode, emulator_strict=True)
+    check(
+        tmp_path,
+        base,
+        {"one": adapter, "two": two},
+        CARD,
+        execution_mode=mode,
+        emulator_strict=True,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fully", [False, True])
 def test_on_two_emulated_cards(fully: bool, tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, rank=5, seed=1)
+    adapter = write_adapter(tmp_path / "one", base, rank=5, seed=1)
 
     check(
         tmp_path,
         base,
-        {"one": one},
+        {"one": adapter},
         CARD,
         tensor_parallel_size=2,
         fully_sharded_loras=fully,
@@ -198,10 +205,10 @@ def test_on_two_emulated_cards(fully: bool, tmp_path: Path) -> None:
 
 def test_the_prefix_cache_is_keyed_by_the_adapter(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, seed=1)
+    own_adapter = write_adapter(tmp_path / "one", base, seed=1)
     prompt = "a long prompt that fills some blocks of the cache " * 2
     with LLM(
-        str(base), **SETTINGS, block_size=16, enable_lora=True, lora_modules=[f"one={one}"]
+        str(base), **SETTINGS, block_size=16, enable_lora=True, lora_modules=[f"one={own_adapter}"]
     ) as llm:
         adapter = LoRARequest("one", 1)
         first = llm.generate(prompt, GREEDY, use_tqdm=False)[0]

@@ -67,7 +67,7 @@ def test_random_traffic_compiles_nothing(tmp_path: Path) -> None:
 
     def answers(llm: LLM) -> list[list[tuple[int, ...]]]:
         outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
-        return [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
+        return [[tuple(output.token_ids) for output in output.outputs] for output in outputs]
 
     with LLM(str(base), enable_lora=True, max_loras=4, lora_modules=modules, **CPU) as llm:
         expected = answers(llm)
@@ -89,14 +89,14 @@ def test_random_traffic_compiles_nothing(tmp_path: Path) -> None:
 def test_encoders_have_adapters(device: str, tmp_path: Path) -> None:
     base = make_pooling("bert", tmp_path / "base")
     targets = ("query", "key", "value", "intermediate.dense", "output.dense")
-    one = write_adapter(tmp_path / "one", base, targets=targets, task_type=None)
+    adapter = write_adapter(tmp_path / "one", base, targets=targets, task_type=None)
     settings: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "runner": "pooling"}
     texts = ["a text", "another, longer text with more words", "b"]
-    with LLM(str(merge(tmp_path / "merged", base, one)), device="cpu", **settings) as llm:
+    with LLM(str(merge(tmp_path / "merged", base, adapter)), device="cpu", **settings) as llm:
         expected = [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
 
     with LLM(
-        str(base), device=device, enable_lora=True, lora_modules=[f"one={one}"], **settings
+        str(base), device=device, enable_lora=True, lora_modules=[f"one={adapter}"], **settings
     ) as llm:
         plain = [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
         request = LoRARequest("one", 1)
@@ -112,10 +112,10 @@ def test_encoders_have_adapters(device: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_an_adapter_in_gguf_answers_as_in_a_folder(name: str, tmp_path: Path) -> None:
     base = make_tiny(name, tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, targets=(*LINEAR, "embed_tokens"))
+    adapter = write_adapter(tmp_path / "one", base, targets=(*LINEAR, "embed_tokens"))
     architecture = {"llama": "llama", "qwen3_moe": "qwen3moe"}[name]
-    file = as_gguf(tmp_path / "two.gguf", one, base, architecture)
-    modules = [f"one={one}", f"two={file}"]
+    file = as_gguf(tmp_path / "two.gguf", adapter, base, architecture)
+    modules = [f"one={adapter}", f"two={file}"]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
     with LLM(str(base), enable_lora=True, max_loras=2, lora_modules=modules, **CPU) as llm:
         adapters = [None, LoRARequest("one", 1), LoRARequest("two", 2)]
@@ -129,15 +129,15 @@ def test_an_adapter_in_gguf_answers_as_in_a_folder(name: str, tmp_path: Path) ->
 
 def test_pipeline_stages_have_adapters(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, targets=(*LINEAR, "embed_tokens", "lm_head"))
+    adapter = write_adapter(tmp_path / "one", base, targets=(*LINEAR, "embed_tokens", "lm_head"))
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with LLM(str(merge(tmp_path / "merged", base, one)), **CPU) as llm:
+    with LLM(str(merge(tmp_path / "merged", base, adapter)), **CPU) as llm:
         expected = llm.generate(["Hello", "abc"], greedy, use_tqdm=False)
 
     with LLM(
         str(base),
         enable_lora=True,
-        lora_modules=[f"one={one}"],
+        lora_modules=[f"one={adapter}"],
         pipeline_parallel_size=2,
         **CPU,
     ) as llm:
@@ -150,7 +150,7 @@ def test_pipeline_stages_have_adapters(tmp_path: Path) -> None:
 
 def test_grammars_beams_and_n_are_those_of_the_merged_weights(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base)
+    first = write_adapter(tmp_path / "one", base)
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "y"]}},
@@ -170,13 +170,13 @@ def test_grammars_beams_and_n_are_those_of_the_merged_weights(tmp_path: Path) ->
         found = llm.beam_search(prompts, beams, lora_request=adapter)
         return (
             [output.outputs[0].text for output in outputs],
-            [list(one.token_ids) for output in choices for one in output.outputs],
+            [list(entry.token_ids) for output in choices for entry in output.outputs],
             [list(sequence.tokens) for output in found for sequence in output.sequences],
         )
 
-    with LLM(str(merge(tmp_path / "merged", base, one)), **CPU) as llm:
+    with LLM(str(merge(tmp_path / "merged", base, first)), **CPU) as llm:
         expected = answers(llm, None)
-    with LLM(str(base), enable_lora=True, lora_modules=[f"one={one}"], **CPU) as llm:
+    with LLM(str(base), enable_lora=True, lora_modules=[f"one={first}"], **CPU) as llm:
         plain = answers(llm, None)
         found = answers(llm, LoRARequest("one", 1))
 
@@ -192,11 +192,11 @@ def test_an_adapter_whose_files_change_fails_its_requests_alone(
     num_ranks: int, tmp_path: Path
 ) -> None:
     base = make_tiny("llama", tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, seed=1)
-    before = (one / WEIGHTS_FILE).read_bytes()
+    first = write_adapter(tmp_path / "one", base, seed=1)
+    before = (first / WEIGHTS_FILE).read_bytes()
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     settings = {**CPU, "tensor_parallel_size": num_ranks}
-    with LLM(str(base), enable_lora=True, lora_modules=[f"one={one}"], **settings) as llm:
+    with LLM(str(base), enable_lora=True, lora_modules=[f"one={first}"], **settings) as llm:
 
         def ask(adapter: LoRARequest | None = None) -> Sequence[int]:
             outputs = llm.generate("Hello", greedy, use_tqdm=False, lora_request=adapter)
@@ -207,7 +207,7 @@ def test_an_adapter_whose_files_change_fails_its_requests_alone(
             with pytest.raises(Exception, match="has changed since it was registered"):
                 ask(LoRARequest("one", 1))
         plain = ask()
-        (one / WEIGHTS_FILE).write_bytes(before)
+        (first / WEIGHTS_FILE).write_bytes(before)
         adapted = ask(LoRARequest("one", 1))
 
     assert len(plain) == len(adapted) == 4
@@ -234,9 +234,9 @@ def test_prompts_behind_each_other_in_a_row_have_their_own_adapters(tmp_path: Pa
 @pytest.mark.slow
 def test_adapters_are_read_again_after_a_sleep(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
-    one = write_adapter(tmp_path / "one", base, seed=1)
+    adapter = write_adapter(tmp_path / "one", base, seed=1)
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    with LLM(str(base), enable_lora=True, lora_modules=[f"one={one}"], **CARD) as llm:
+    with LLM(str(base), enable_lora=True, lora_modules=[f"one={adapter}"], **CARD) as llm:
 
         def answer() -> list[int]:
             outputs = llm.generate(

@@ -10,7 +10,7 @@ from torch import Tensor
 from hpu.lora.adapter_weights import LowRank
 from hpu.lora.context import LoRAContext
 from hpu.lora.experts import ExpertSlots
-from hpu.lora.slots import LayerShape, StackedSlots
+from hpu.lora.slots import LayerShape, PaddedSlots
 from hpu.protocol import NO_SLOT
 
 SIZE, RANK = 12, 4
@@ -47,9 +47,9 @@ def results(poison: Callable[[Tensor, Tensor], object] | None) -> dict[str, Tens
     x = torch.randn((len(ROWS), 2, SIZE), generator=torch.Generator().manual_seed(1))
     ids = torch.arange(2 * len(ROWS)).view(len(ROWS), 2)
 
-    def make(sizes: tuple[int, ...]) -> StackedSlots:
+    def make(sizes: tuple[int, ...]) -> PaddedSlots:
         shape = LayerShape(SIZE, sizes)
-        slots = StackedSlots(shape, context, copy, lambda size, dtype: torch.zeros(size))
+        slots = PaddedSlots(shape, context, copy, lambda size, dtype: torch.zeros(size))
         for slot in range(3):
             parts = [weights(slot, output) for output in range(len(sizes))]
             if slot == 1 and poison is not None:
@@ -90,7 +90,7 @@ def test_the_selection_of_a_slot_gives_what_a_mask_of_ones_gave() -> None:
     context = make_context()
     context.begin(torch.tensor([[0, 1, NO_SLOT], [2, 2, 1]]))
     shape = LayerShape(SIZE, (SIZE, SIZE))
-    slots = StackedSlots(shape, context, copy, lambda size, dtype: torch.zeros(size))
+    slots = PaddedSlots(shape, context, copy, lambda size, dtype: torch.zeros(size))
     for slot in range(3):
         slots.set(slot, slots.stage([weights(slot, 0), weights(slot, 1)]))
     x, out = torch.randn((2, 3, SIZE)), torch.randn((2, 3, 2 * SIZE))

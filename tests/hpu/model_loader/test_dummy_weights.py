@@ -97,7 +97,7 @@ def test_a_pooling_model_runs_from_a_bare_config(tmp_path: Path) -> None:
     loaded = load(config, facts, pooler, select_backend(config), lambda progress: None)
 
     for module in loaded.modules:
-        assert all(0 < one.abs().max() <= LIMIT for one in module.parameters())
+        assert all(0 < parameter.abs().max() <= LIMIT for parameter in module.parameters())
 
 
 def test_sizes_that_no_memory_holds_are_refused_before_they_are_allocated(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_intervals_of_a_tensor_are_read_and_nothing_else(
     tensor = torch.arange(5 * 7 * 11, dtype=torch.int16).view(5, 7, 11)
     # In front of it, so that it begins within a page.
     save_file({"a": torch.zeros(3, dtype=torch.int32), "b": tensor}, tmp_path / WEIGHTS)
-    (stored,) = (one for one in read_header(tmp_path / WEIGHTS) if one.name == "b")
+    (stored,) = (item for item in read_header(tmp_path / WEIGHTS) if item.name == "b")
     expected = torch.cat([tensor.narrow(dim, a, b - a) for a, b in intervals], dim)
     target = torch.full_like(expected, -1)
 

@@ -44,7 +44,7 @@ def llama4(config: ModelConfig) -> DecoderSpec:
 
 def granite_swa(config: ModelConfig) -> DecoderSpec:
     spec = granite(config)
-    return replace(spec, layers=tuple(one._replace(sinks=True) for one in spec.layers))
+    return replace(spec, layers=tuple(layer._replace(sinks=True) for layer in spec.layers))
 
 
 def capped(config: ModelConfig) -> DecoderSpec:
@@ -53,7 +53,7 @@ def capped(config: ModelConfig) -> DecoderSpec:
 
 def alibi(config: ModelConfig) -> DecoderSpec:
     spec = llama(config)
-    layers = tuple(one._replace(rope="none") for one in spec.layers)
+    layers = tuple(layer._replace(rope="none") for layer in spec.layers)
     return replace(spec, layers=layers, alibi_max_bias=8.0)
 
 
@@ -90,7 +90,7 @@ def install(folder: Path, family: Callable[[ModelConfig], DecoderSpec], patch: A
     patch.setitem(ARCHITECTURES, name, Family(family, "for a test"))
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    renamed = {name.replace("feed_forward", "mlp"): one for name, one in tensors.items()}
+    renamed = {name.replace("feed_forward", "mlp"): tensor for name, tensor in tensors.items()}
     save_file(renamed, file, metadata={"format": "pt"})
 
 
@@ -135,7 +135,7 @@ def test_layers_are_rotated_by_their_own_rope(tmp_path: Path) -> None:
     def angles(config: ModelConfig) -> list[torch.Tensor]:
         spec = ARCHITECTURES[config.architecture].make_spec(config)
         model = Decoder(config, spec, dtype=torch.float32, device=device, length=32)
-        return [one.table for one in model.model.rotary_embs]
+        return [rotary_emb.table for rotary_emb in model.model.rotary_embs]
 
     (plain,), both = angles(config), angles(replace(config, local_rope=local))
 

@@ -514,7 +514,7 @@ def test_ranks_of_a_chatglm_have_the_shards_of_a_glm(tmp_path: Path) -> None:
 
     for size, rank in ((2, 1), (4, 2)):
         group = ProcessGroup(range(size), rank)
-        expected, found = (load_decoder(one, group=group) for one in (original, folder))
+        expected, found = (load_decoder(folder, group=group) for folder in (original, folder))
         pairs = zip(found.parameters(), expected.parameters(), strict=True)
         assert all(torch.equal(own, other) for own, other in pairs)
 

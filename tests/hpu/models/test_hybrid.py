@@ -226,11 +226,11 @@ def test_a_plan_counts_the_states_that_a_card_has(folder: Path) -> None:
         graph_reserved=0.1,
     )
 
-    two, one = (plan_card(facts, replace(demand, num_cards=count)) for count in (2, 1))
+    two, single = (plan_card(facts, replace(demand, num_cards=count)) for count in (2, 1))
 
     recurrent = sum(state.state_elements for state in decoder_spec(facts).states) * 4
     assert two.state_bytes == state_bytes(facts, width=2, num_seqs=4, num_cards=2)
-    assert one.state_bytes - two.state_bytes > 6 * recurrent // 2
+    assert single.state_bytes - two.state_bytes > 6 * recurrent // 2
 
 
 @pytest.mark.parametrize(

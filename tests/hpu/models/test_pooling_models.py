@@ -57,9 +57,9 @@ def test_hidden_states_are_those_of_transformers_whatever_the_neighbours(
     alone = [reader.read([text], by_token=True)[0] for text in texts()]
 
     reader.worker.close()
-    for text, one, other in zip(texts(), together, alone, strict=True):
-        np.testing.assert_allclose(one, hidden_states(folder, text), atol=TOLERANCE)
-        np.testing.assert_allclose(one, other, atol=TOLERANCE)
+    for text, item, other in zip(texts(), together, alone, strict=True):
+        np.testing.assert_allclose(item, hidden_states(folder, text), atol=TOLERANCE)
+        np.testing.assert_allclose(item, other, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", [*ENCODERS, "llama", "qwen3"])
@@ -73,9 +73,9 @@ def test_a_heads_logits_are_those_of_transformers(family: str, tmp_path: Path) -
     reader.worker.close()
     assert reader.ready.pooling is not None
     assert (reader.ready.pooling.tasks, reader.ready.pooling.width) == (("classify",), 3)
-    for text, one, share in zip(texts(), found, shares, strict=True):
+    for text, entry, share in zip(texts(), found, shares, strict=True):
         expected = logits(folder, text)
-        np.testing.assert_allclose(one, [expected], atol=TOLERANCE)
+        np.testing.assert_allclose(entry, [expected], atol=TOLERANCE)
         exponentials = np.exp(expected - expected.max())
         np.testing.assert_allclose(share, [exponentials / exponentials.sum()], atol=TOLERANCE)
 
@@ -138,10 +138,10 @@ def test_where_a_model_knows_no_pairs_two_texts_are_one(family: str, tmp_path: P
     reader = Reader(make_pooling(family, tmp_path))
 
     (pair,) = reader.read(texts([12]), num_first=5)
-    (one,) = reader.read(texts([12]))
+    (read,) = reader.read(texts([12]))
 
     reader.worker.close()
-    np.testing.assert_array_equal(pair, one)
+    np.testing.assert_array_equal(pair, read)
 
 
 def test_dense_modules_come_between_the_pooling_and_the_normalisation(tmp_path: Path) -> None:
@@ -157,10 +157,10 @@ def test_dense_modules_come_between_the_pooling_and_the_normalisation(tmp_path: 
     found = reader.read(texts(), normalizes=True)
 
     reader.worker.close()
-    for text, one in zip(texts(), found, strict=True):
+    for text, entry in zip(texts(), found, strict=True):
         mean = torch.from_numpy(hidden_states(folder, text)).mean(dim=0)
         expected = torch.tanh(weight @ mean + bias)
-        np.testing.assert_allclose(one, [expected / expected.norm()], atol=TOLERANCE)
+        np.testing.assert_allclose(entry, [expected / expected.norm()], atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_a_decoder_may_look_both_ways(tmp_path: Path) -> None:
     folder = make_pooling("llama", tmp_path)
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "is_causal": False}))
-    one, other = texts([20, 8])
+    left, other = texts([20, 8])
     reader = Reader(folder)
 
-    together = reader.read([one, other], by_token=True)[1]
+    together = reader.read([left, other], by_token=True)[1]
     changed = reader.read([[*other[:-1], 7]], by_token=True)[0]
 
     reader.worker.close()

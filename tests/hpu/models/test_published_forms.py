@@ -158,7 +158,7 @@ def assert_served_as_by(reference: Any, folder: Path) -> None:
     found = greedy_by_pages(model, prompts, NEW_TOKENS)
 
     assert_same_as_transformers(found, prompts, reference, TOLERANCE)
-    sizes = sum(one.numel() for one in model.parameters())
+    sizes = sum(parameter.numel() for parameter in model.parameters())
     assert count_parameters(model_facts(str(folder))) == sizes
 
 
@@ -442,7 +442,7 @@ def test_an_architecture_inside_text_config(tmp_path: Path) -> None:
 def stacked(tensors: dict[str, Tensor], block: str, num_experts: int) -> dict[str, Tensor]:
     """`tensors` with all experts of a layer as (experts, out, in)."""
     prefixes = {name.partition(".experts.")[0] for name in tensors if f"{block}.experts." in name}
-    rest = {name: one for name, one in tensors.items() if f"{block}.experts." not in name}
+    rest = {name: tensor for name, tensor in tensors.items() if f"{block}.experts." not in name}
     for prefix in prefixes:
         gates, ups, downs = (
             [tensors[f"{prefix}.experts.{i}.{kind}_proj.weight"] for i in range(num_experts)]

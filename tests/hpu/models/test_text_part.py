@@ -134,7 +134,7 @@ def test_the_text_model_of_a_larger_one_gives_the_tokens_of_a_text_model(
         "images, audio and video are not served"
     )
     assert read_model_config(str(folder)).eos_token_ids == (7, 9, EOS)
-    sizes = sum(one.numel() for one in model.parameters())
+    sizes = sum(parameter.numel() for parameter in model.parameters())
     assert count_parameters(model_facts(str(folder))) == sizes
 
 

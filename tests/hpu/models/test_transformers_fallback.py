@@ -258,7 +258,7 @@ def test_layers_that_share_keys_have_no_cache_of_their_own(tmp_path: Path) -> No
     caches = [tuple(map(torch.empty, shapes)) for shapes in model.cache_shapes(3, 8)]
     model.bind_caches(caches, 8)
     assert isinstance(model, TransformersModel)
-    bound = [one.attn.caches for one in model.attention_layers]
+    bound = [attention_layer.attn.caches for attention_layer in model.attention_layers]
     for layer, (keys, values) in enumerate(bound):
         assert keys is caches[layer % 2][0] and values is caches[layer % 2][1]
 
@@ -425,7 +425,7 @@ def test_the_size_of_a_model_that_is_not_built_in_is_counted_in_its_files(tmp_pa
 
     facts = model_facts(str(folder))
 
-    assert count_parameters(facts) == sum(one.numel() for one in model.parameters())
+    assert count_parameters(facts) == sum(parameter.numel() for parameter in model.parameters())
     block = kv_block_bytes(facts, num_cards=1, width=4, block_size=8)
     assert block == block_bytes(model, 8, torch.float32)
 

@@ -57,7 +57,7 @@ def settings_of(group: ProcessGroup, store: Path) -> dict[str, Any]:
 def several(rig: WorkerRig, pictures: list[Picture]) -> list[list[int]]:
     """All pictures in one plan, then one alone, and decodes of both requests."""
     images = ImageRig(rig)
-    named = [(b"picture %d" % index, one) for index, one in enumerate(pictures)]
+    named = [(b"picture %d" % index, item) for index, item in enumerate(pictures)]
     images.admit(0, write(text(1, 3), *named[:-1], text(2, 4)))
     images.admit(1, write(text(3, 5)))
     rig.prefill({0: None, 1: None})
@@ -75,7 +75,9 @@ def traffic(rig: WorkerRig, pictures: list[Picture]) -> list[list[int]]:
     for index in range(2):
         images.admit(index, write(text(index, 3), (b"new %d" % index, pictures[index])))
     while left := {
-        i: one.known - one.computed for i, one in rig.requests.items() if not one.sampled
+        i: request.known - request.computed
+        for i, request in rig.requests.items()
+        if not request.sampled
     }:
         rig.prefill({index: min(count, 23) for index, count in left.items()})
         rig.step()
@@ -110,7 +112,7 @@ def on_card(
 
     def counting(self: DeviceLaunches, size: int, given: Any, rows: Any) -> None:
         launched.append(size)
-        own.append(sum(bool(one.any()) for one in given[0]) if given else 0)
+        own.append(sum(bool(name.any()) for name in given[0]) if given else 0)
         launch(self, size, given, rows)
 
     DeviceLaunches.launch = counting  # type: ignore[method-assign]
@@ -143,7 +145,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     "name",
     [
         "qwen2_5_vl",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("mllama", "phi4_multimodal")),
+        *(pytest.param(item, marks=pytest.mark.slow) for item in ("mllama", "phi4_multimodal")),
     ],
 )
 def test_two_ranks_on_a_cpu_encode_each_image_once(
@@ -159,10 +161,10 @@ def test_two_ranks_on_a_cpu_encode_each_image_once(
 
     found = pool.run(2, on_cpu, tmp_path, tmp_path / "store", pictures)
 
-    assert [one.tokens for one in found] == [expected, expected]
+    assert [entry.tokens for entry in found] == [expected, expected]
     # Three in one plan, and one, which is that of the first rank.
-    assert sum(one.count for one in found) == 4
-    assert all(one.count for one in found)
+    assert sum(entry.count for entry in found) == 4
+    assert all(entry.count for entry in found)
 
 
 @pytest.mark.slow
@@ -179,7 +181,7 @@ def test_two_emulated_cards_launch_the_same_and_compile_nothing(
     (alone,) = pool.run(1, on_card, tmp_path, tmp_path / "store", pictures, sizes)
     found = pool.run(2, on_card, tmp_path, tmp_path / "stores", pictures, sizes)
 
-    assert [one.tokens for one in (alone, *found)] == [expected] * 3
+    assert [item.tokens for item in (alone, *found)] == [expected] * 3
     assert found[0].sizes == found[1].sizes
-    assert sum(one.count for one in found) == alone.count
-    assert all(one.count for one in found) and len(found[0].sizes) < len(alone.sizes)
+    assert sum(entry.count for entry in found) == alone.count
+    assert all(entry.count for entry in found) and len(found[0].sizes) < len(alone.sizes)

@@ -45,12 +45,12 @@ def make_rig(case: Case) -> WorkerRig:
 
 def prompts_of(case: Case) -> list[Prompt]:
     """With one image, with two behind a text, with none, with all four."""
-    one, two, three, four = case.pictures
+    item, two, three, four = case.pictures
     return [
-        write(text(1, 5), one, text(2, 4)),
-        write(two, text(3, 19), one, text(4, 2)),
+        write(text(1, 5), item, text(2, 4)),
+        write(two, text(3, 19), item, text(4, 2)),
         write(text(5, 21)),
-        write(text(6, 3), three, text(7, 2), four, text(8, 2), two, text(9, 9), one, text(10, 3)),
+        write(text(6, 3), three, text(7, 2), four, text(8, 2), two, text(9, 9), item, text(10, 3)),
     ]
 
 

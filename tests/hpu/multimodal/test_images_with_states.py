@@ -31,7 +31,7 @@ SCORED = RequestSampling(temperature=0.0, num_prompt_logprobs=0)
 def expected_scores(name: str, whole: Any, prompt: Prompt) -> np.ndarray:
     """The log-probability of each token of the prompt but the first."""
     ids = torch.tensor([prompt.tokens])
-    given = VISION_FAMILIES[name].joined([one.tensors for one in prompt.pictures])
+    given = VISION_FAMILIES[name].joined([picture.tensors for picture in prompt.pictures])
     logits = whole(input_ids=ids, mm_token_type_ids=(ids == IMAGE).long(), **given).logits
     scores = logits[0, :-1].float().log_softmax(-1)
     return scores.gather(1, ids[0, 1:, None])[:, 0].numpy()  # type: ignore[no-any-return]

@@ -33,8 +33,8 @@ def make(name: str, folder: Path) -> Any:
 
 
 def prompt_of(name: str, whole: Any) -> Prompt:
-    one, two = prepare(name, whole, [0, 1])
-    return write(text(1, 5), (b"one", one), text(2, 4), (b"two", two), text(3, 3))
+    entry, two = prepare(name, whole, [0, 1])
+    return write(text(1, 5), (b"one", entry), text(2, 4), (b"two", two), text(3, 3))
 
 
 def tokens_of(rig: WorkerRig, prompt: Prompt) -> list[int]:
@@ -78,7 +78,7 @@ def test_weights_are_quantized_at_load_but_for_the_tower(kind: str, tmp_path: Pa
     try:
         tower = rig.worker._loaded.tower  # type: ignore[union-attr]
         assert tower is not None
-        assert {one.dtype for one in tower.parameters()} == {torch.bfloat16}
+        assert {parameter.dtype for parameter in tower.parameters()} == {torch.bfloat16}
         found = tokens_of(rig, prompt)
     finally:
         rig.worker.close()
@@ -92,7 +92,7 @@ def test_weights_are_quantized_at_load_but_for_the_tower(kind: str, tmp_path: Pa
             module.weight.data = weight.dequantize(torch.float32)
     with torch.inference_mode():
         ids = torch.tensor([prompt.tokens + found])
-        pixels = torch.cat([one.tensors["pixel_values"] for one in prompt.pictures])
+        pixels = torch.cat([picture.tensors["pixel_values"] for picture in prompt.pictures])
         logits = whole(input_ids=ids, pixel_values=pixels).logits[0, len(prompt.tokens) - 1 : -1]
     # bfloat16 may choose another one of tokens that are nearly as likely.
     chosen = logits[torch.arange(NEW_TOKENS), torch.tensor(found)]
@@ -102,7 +102,9 @@ def test_weights_are_quantized_at_load_but_for_the_tower(kind: str, tmp_path: Pa
 def test_the_tower_of_a_quantized_checkpoint_is_counted(tmp_path: Path) -> None:
     whole = make("llava", tmp_path / "plain")
     made = quantize(FORMATS["gptq"], tmp_path / "plain", tmp_path / "packed", other=TOWERS)
-    count = sum(one.numel() for name, one in whole.named_parameters() if name.startswith(TOWERS))
+    count = sum(
+        parameter.numel() for name, parameter in whole.named_parameters() if name.startswith(TOWERS)
+    )
 
     assert model_facts(str(made.folder)).num_tower_parameters == count
     assert model_facts(str(made.reference)).num_tower_parameters == count

@@ -145,9 +145,9 @@ def test_a_video_is_encoded_in_the_graphs_of_images_on_a_card(name: str, tmp_pat
 def positions(placed: list[ImagePlacement], tokens: list[int]) -> np.ndarray:
     known = np.array(tokens)
     places = [
-        one.offset + np.flatnonzero(np.isin(known[one.offset : one.offset + one.length],
+        item.offset + np.flatnonzero(np.isin(known[item.offset : item.offset + item.length],
                                             (IMAGE, VIDEO)))
-        for one in placed
+        for item in placed
     ]  # fmt: skip
     return _axes(placed, places, len(tokens))
 

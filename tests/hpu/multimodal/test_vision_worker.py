@@ -55,7 +55,7 @@ def test_a_worker_sleeps_and_wakes_with_its_tower(qwen: Model) -> None:
         assert rig.ready.encoder_cache_tokens == 512
         tower = rig.worker._loaded.tower  # type: ignore[union-attr]
         assert tower is not None
-        count = sum(one.numel() for one in tower.parameters())
+        count = sum(parameter.numel() for parameter in tower.parameters())
         assert model_facts(str(qwen.folder)).num_tower_parameters == count
         first = tokens_of(rig, qwen)
         rig.step()
@@ -96,7 +96,7 @@ def test_a_tower_without_a_tensor_is_refused_with_its_name(tmp_path: Path) -> No
     make_tiny_vision("llava", tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    name = next(one for one in tensors if "multi_modal_projector.linear_1.weight" in one)
+    name = next(tensor for tensor in tensors if "multi_modal_projector.linear_1.weight" in tensor)
     del tensors[name]
     save_file(tensors, file, metadata={"format": "pt"})
 
@@ -157,14 +157,14 @@ def test_a_plan_counts_the_tower_that_a_worker_loads_with_and_without_files(
     try:
         tower = rig.worker._loaded.tower  # type: ignore[union-attr]
         assert tower is not None
-        count = sum(one.numel() for one in tower.parameters())
+        count = sum(parameter.numel() for parameter in tower.parameters())
     finally:
         rig.worker.close()
     (tmp_path / "alone").mkdir()
     shutil.copy(model.folder / "config.json", tmp_path / "alone")
 
     facts = model_facts(
-        str(tmp_path / "alone" / "config.json"), complete=lambda one: with_sizes(one, "auto")
+        str(tmp_path / "alone" / "config.json"), complete=lambda entry: with_sizes(entry, "auto")
     )
 
     assert facts.num_tower_parameters == count > 0

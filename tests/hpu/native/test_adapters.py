@@ -42,10 +42,10 @@ def test_the_compiled_decoder_adds_adapters_in_bfloat16(
     experts = {"num_experts_per_tok": 4} if family == "mixtral" else {}
     base = make_tiny(family, tmp_path / "base", head_dim=32, **experts)
     targets = LINEAR if family != "mixtral" else LINEAR[:4]
-    one = write_adapter(tmp_path / "one", base, targets=targets, rank=32, alpha=24.0, seed=1)
+    first = write_adapter(tmp_path / "one", base, targets=targets, rank=32, alpha=24.0, seed=1)
     two = write_adapter(tmp_path / "two", base, targets=targets[:3], rank=24, seed=2)
     expected = {}
-    for name, adapter in (("one", one), ("two", two)):
+    for name, adapter in (("one", first), ("two", two)):
         with LLM(str(merge(tmp_path / f"merged-{name}", base, adapter)), **SETTINGS) as llm:
             expected[name] = logprobs(llm.generate(PROMPTS, SCORED, use_tqdm=False))
     ran: list[bool] = []
@@ -62,7 +62,7 @@ def test_the_compiled_decoder_adds_adapters_in_bfloat16(
         enable_lora=True,
         max_loras=2,
         max_lora_rank=32,
-        lora_modules=[f"one={one}", f"two={two}"],
+        lora_modules=[f"one={first}", f"two={two}"],
         **SETTINGS,
     ) as llm:
         plain = logprobs(llm.generate(PROMPTS, SCORED, use_tqdm=False))

@@ -187,8 +187,8 @@ def test_biases_and_other_routers_run_on_torch(
     found = decoded(model, pad_rows=2, pad_blocks=1)
 
     assert not model.is_compiled
-    experts = [one for one in model.modules() if isinstance(one, Experts)]
-    assert {one.moe_op is not None for one in experts} == {has_kernel}
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    assert {expert.moe_op is not None for expert in experts} == {has_kernel}
     assert_as_accurate(found, decoded(packed(folder, None)), exact)
 
 
@@ -207,7 +207,7 @@ def test_experts_of_a_model_that_is_not_compiled_are_as_accurate_as_torchs(
     found = decoded(model, pad_rows=2, pad_blocks=1)
 
     assert not model.is_compiled
-    assert any(isinstance(one, Experts) and one.moe_op for one in model.modules())
+    assert any(isinstance(module, Experts) and module.moe_op for module in model.modules())
     assert_as_accurate(found, decoded(packed(folder, None)), exact)
 
 
@@ -494,7 +494,9 @@ def test_sizes_without_a_kernel_run_on_torch(built: Library, tmp_path: Path) -> 
 
 
 def _layers(**fields: Any) -> Callable[[DecoderSpec], DecoderSpec]:
-    return lambda spec: replace(spec, layers=tuple(one._replace(**fields) for one in spec.layers))
+    return lambda spec: replace(
+        spec, layers=tuple(layer._replace(**fields) for layer in spec.layers)
+    )
 
 
 @pytest.mark.parametrize(

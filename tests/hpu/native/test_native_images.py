@@ -32,7 +32,7 @@ def test_given_embeddings_and_positions_with_three_axes_run_compiled(
     vision = {"hidden_size": 128} if has_axes else None
     whole = make_tiny_vision(name, tmp_path, vision, **overrides)
     pictures = prepare(name, whole, [0, 1])
-    first, second = ((b"%d" % index, one) for index, one in enumerate(pictures))
+    first, second = ((b"%d" % index, item) for index, item in enumerate(pictures))
     rig = WorkerRig(tmp_path, dtype="bfloat16")
     try:
         model = rig.worker._loaded.model  # type: ignore[union-attr]

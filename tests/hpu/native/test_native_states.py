@@ -28,7 +28,7 @@ def test_layers_with_states_run_on_torch(family: str, library: Library, tmp_path
     folder = make_tiny(family, tmp_path, num_experts_per_tok=4)
     prompt = {0: list(range(10, 60))}
     model = packed(folder, library)
-    rigs = [PagedHarness(one) for one in (load_decoder(folder), model)]
+    rigs = [PagedHarness(item) for item in (load_decoder(folder), model)]
 
     prefills = [rig.prefill(prompt)[0].float() for rig in rigs]
     decodes = [rig.decode({0: 5})[0].float() for rig in rigs]

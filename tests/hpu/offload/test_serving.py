@@ -181,10 +181,10 @@ def staged(offload: BlockOffload) -> list[Row]:
     if not isinstance(copies, StagedCopies):
         return []
     hosts = [
-        one for staging in copies._staging.values() for _, hosts, _ in staging for one in hosts
+        host for staging in copies._staging.values() for _, hosts, _ in staging for host in hosts
     ]
-    used = [one.view(torch.uint8).numpy() for one in hosts]
-    return [one for one in used if one.any()]
+    used = [host.view(torch.uint8).numpy() for host in hosts]
+    return [tensor for tensor in used if tensor.any()]
 
 
 def files(parent: Path) -> list[Path]:

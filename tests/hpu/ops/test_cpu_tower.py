@@ -53,14 +53,14 @@ def test_embeddings_are_those_of_plain_modules(
     exact = load(tmp_path, torch.float32)(picture.tensors)
     tower = load(tmp_path, torch.bfloat16)
     plain = tower(picture.tensors).float()
-    num_linears = sum(type(one) is nn.Linear for one in tower.modules())
+    num_linears = sum(type(module) is nn.Linear for module in tower.modules())
 
     if is_ours:
         backend = CpuBackend(kernels=kernel_folder)
         if backend._library is None:
             pytest.skip("no compiler")
         backend.prepare_tower(tower)
-        ours = [isinstance(one.forward, PackedLinear) for one in tower.modules()]
+        ours = [isinstance(module.forward, PackedLinear) for module in tower.modules()]
         # Torch's are used where they are as fast, and ours is not made for one tile.
         assert any(ours) or can_pack(torch.bfloat16, CPU)
     else:
@@ -68,7 +68,7 @@ def test_embeddings_are_those_of_plain_modules(
 
     found = tower(picture.tensors).float()
     if name.startswith("qwen"):
-        assert any(type(one).__name__ in ATTENTIONS for one in tower.modules())
+        assert any(type(module).__name__ in ATTENTIONS for module in tower.modules())
     assert found.shape == exact.shape
     error = (found - exact).square().mean().sqrt()
     assert error < 1.2 * (plain - exact).square().mean().sqrt() + 1e-3 * exact.std()
@@ -83,14 +83,18 @@ def test_without_bfloat16_instructions_the_products_are_ours(
     monkeypatch.setattr("hpu.native.tower.can_pack", lambda dtype, device: False)
     make_tiny_vision("qwen2_5_vl", tmp_path)
     tower = load(tmp_path, torch.bfloat16)
-    gated: list[Any] = [one for one in tower.modules() if type(one).__name__ in GATED_MLPS]
-    inside = {id(part) for one in gated for part in one.children()}
-    linears = [one for one in tower.modules() if type(one) is nn.Linear and id(one) not in inside]
+    gated: list[Any] = [module for module in tower.modules() if type(module).__name__ in GATED_MLPS]
+    inside = {id(part) for module in gated for part in module.children()}
+    linears = [
+        module
+        for module in tower.modules()
+        if type(module) is nn.Linear and id(module) not in inside
+    ]
 
     backend.prepare_tower(tower)
 
-    assert linears and all(isinstance(one.forward, PackedLinear) for one in linears)
-    assert gated and all(not one.gate_proj.weight.numel() for one in gated)
+    assert linears and all(isinstance(linear.forward, PackedLinear) for linear in linears)
+    assert gated and all(not module.gate_proj.weight.numel() for module in gated)
 
 
 @pytest.fixture
@@ -119,7 +123,7 @@ def test_our_attention_of_patches_is_that_of_torch(
     found = native.attend(qkv, *arguments)
 
     assert found.shape == exact.shape
-    error, allowed = ((one.float() - exact).abs() for one in (found, plain))
+    error, allowed = ((item.float() - exact).abs() for item in (found, plain))
     assert error.max() <= 2 * allowed.max() + 1e-3
     assert error.square().mean().sqrt() <= 1.2 * allowed.square().mean().sqrt() + 1e-4
 
@@ -158,7 +162,7 @@ def test_our_gated_mlp_is_that_of_torch(
     forward = native.gated_mlp(gate, up, down)
 
     assert forward is not None
-    error, allowed = ((one.float() - exact).square().mean().sqrt() for one in (forward(x), plain))
+    error, allowed = ((item.float() - exact).square().mean().sqrt() for item in (forward(x), plain))
     assert error < 1.2 * allowed + 1e-4
 
 

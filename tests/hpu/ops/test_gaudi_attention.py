@@ -61,9 +61,9 @@ class LargestOutput(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func._schema.is_mutable or func._schema.name in rules.VIEWS:
             return result
-        for one in result if isinstance(result, tuple) else (result,):
-            if isinstance(one, Tensor) and self._dtype in (None, one.dtype):
-                self.most = max(self.most, one.numel())
+        for output in result if isinstance(result, tuple) else (result,):
+            if isinstance(output, Tensor) and self._dtype in (None, output.dtype):
+                self.most = max(self.most, output.numel())
         return result
 
 
@@ -209,9 +209,13 @@ def test_no_mask_of_slices_grows_with_new_times_cached_tokens(card: None) -> Non
 
     assert below.masks[0].shape == (2, 1, 20, 19 * 4 + 20) and below.slices == ()
     assert above.masks[0].shape == (1, 1, 16, 16)
-    assert [tuple(one.mask.shape) for one in above.slices] == [(2, 1, 1, 16)] * 5 + [(2, 1, 1, 4)]
-    assert [one.blocks.shape[0] for one in above.slices] == [8] * 5 + [2]
-    assert {one.mask.dtype for one in above.slices} == {above.masks[0].dtype} == {torch.bfloat16}
+    assert [tuple(slice.mask.shape) for slice in above.slices] == [(2, 1, 1, 16)] * 5 + [
+        (2, 1, 1, 4)
+    ]
+    assert [slice.blocks.shape[0] for slice in above.slices] == [8] * 5 + [2]
+    assert (
+        {slice.mask.dtype for slice in above.slices} == {above.masks[0].dtype} == {torch.bfloat16}
+    )
 
 
 def test_nothing_of_slices_is_as_large_as_the_context(card: None) -> None:

@@ -284,7 +284,7 @@ def test_a_rank_other_than_the_first_gives_the_kernel_no_second_bias(
             experts = model.layers[0].mlp.experts
             experts.w2_bias.fill_(2.0)
             fuse(model)
-            biases = {float(value) for one in experts.moe_op.w2_list for value in one.bias}
+            biases = {float(value) for expert in experts.moe_op.w2_list for value in expert.bias}
             assert biases == ({0.0} if rank else {2.0})
 
 

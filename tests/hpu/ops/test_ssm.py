@@ -78,7 +78,7 @@ def test_gated_delta_rule_in_chunks_is_its_recurrence(length: int) -> None:
     found, last = gated_delta_scan(query, key, value, decay, beta, state, chunk=8)
 
     for token in range(length):
-        q, k, v, g, b = (one[:, token] for one in (query, key, value, decay, beta))
+        q, k, v, g, b = (item[:, token] for item in (query, key, value, decay, beta))
         expected, state = gated_delta_step(q, k, v, g, b, state)
         torch.testing.assert_close(found[:, token], expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(last, state, atol=1e-4, rtol=1e-4)

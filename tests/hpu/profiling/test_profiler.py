@@ -93,7 +93,10 @@ def test_launches_lie_where_the_device_ran_them_and_say_what_was_padding(tmp_pat
         "device_ms": 2.0,
     }
     assert (decodes["args"]["tokens"], decodes["args"]["padding"]) == (6, 2)
-    assert [one["ts"] for one in (decodes, last)] == [pytest.approx(13_000), pytest.approx(20_000)]
+    assert [item["ts"] for item in (decodes, last)] == [
+        pytest.approx(13_000),
+        pytest.approx(20_000),
+    ]
     first, second = spans(events, STEPS)
     assert (first["name"], first["ts"], first["dur"]) == (
         "step 4",

@@ -66,11 +66,11 @@ def one_group_beyond(tensor: Tensor) -> Tensor:
         ("fp8, blocks", f"{UP}.weight", with_first(torch.nan), "has 1 weights that are NaN"),
         (f"{MOE}: fp8", f"{EXPERT}.w1.weight", with_first(torch.nan), "has 1 weights that are NaN"),
         ("gptq, desc_act", f"{UP}.g_idx", one_group_beyond, "groups from 0 to 4, there are 4"),
-        ("awq", f"{UP}.qzeros", lambda one: None, "the files have no such tensor"),
+        ("awq", f"{UP}.qzeros", lambda tensor: None, "the files have no such tensor"),
         (
             "wna16",
             f"{UP}.weight_shape",
-            lambda one: one.flip(0),
+            lambda tensor: tensor.flip(0),
             r"is \(128, 256\), the weight is \(256, 128\)",
         ),
     ],

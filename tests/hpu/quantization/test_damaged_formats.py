@@ -138,14 +138,14 @@ SCALES: dict[str, tuple[Change, str]] = {
     "scale of 0": (with_first(0), r" has 1 of \d+ scales that are zero"),
     "NaN scale": (with_first(torch.nan), r" has 1 of \d+ scales that are NaN"),
     "infinite scale": (with_first(-torch.inf), r" has 1 of \d+ scales that are NaN or infinite"),
-    "no scales": (lambda one: None, "the files have no such tensor"),
+    "no scales": (lambda tensor: None, "the files have no such tensor"),
     "another shape": (short, "the files have |the model needs "),
-    "no floats": (lambda one: torch.ones(one.shape).long(), " is I64, "),
+    "no floats": (lambda tensor: torch.ones(tensor.shape).long(), " is I64, "),
 }
 VALUES: dict[str, tuple[Change, str]] = {
-    "other values": (lambda one: torch.ones(one.shape).double(), " is F64, "),
-    "no values": (lambda one: None, "the files have no such tensor"),
-    "fewer values": (lambda one: one[:-1], "the files have |the model needs "),
+    "other values": (lambda tensor: torch.ones(tensor.shape).double(), " is F64, "),
+    "no values": (lambda tensor: None, "the files have no such tensor"),
+    "fewer values": (lambda tensor: tensor[:-1], "the files have |the model needs "),
 }
 
 
@@ -227,7 +227,7 @@ def test_what_is_no_damage_is_loaded(
     if "scale of 0" in case.unharmed and name != "mxfp4":
         replace_tensor(folder, case.scales, with_first(0))
     if "no scales" in case.unharmed:
-        replace_tensor(folder, case.scales, lambda one: None)
+        replace_tensor(folder, case.scales, lambda tensor: None)
 
     load(folder)
 

@@ -146,7 +146,7 @@ def traffic(rows: int = 9, hidden: int = 128, count: int = 4) -> tuple[Tensor, T
 
 def on_card(experts: Experts) -> Tensor:
     """What `experts` add up for `traffic`."""
-    return experts(*(one.to("hpu") for one in traffic())).cpu().float()  # type: ignore[no-any-return]
+    return experts(*(request.to("hpu") for request in traffic())).cpu().float()  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()
@@ -169,10 +169,14 @@ def test_experts_in_fp8_are_close_to_the_dequantized_ones(
     with emulated(generation=generation, strict=True):
         experts = experts_of(loaded(quantized.folder, fp8(generation)))
         found = on_card(experts)
-        codes = [one.cpu() for key, one in experts.named_parameters() if key.endswith("qweight")]
+        codes = [
+            parameter.cpu()
+            for key, parameter in experts.named_parameters()
+            if key.endswith("qweight")
+        ]
 
-    assert experts.w13_weight is None and {one.dtype for one in codes} == {torch.float8_e4m3fn}
-    assert max(float(one.float().abs().max()) for one in codes) <= GENERATIONS[generation].fp8_max
+    assert experts.w13_weight is None and {code.dtype for code in codes} == {torch.float8_e4m3fn}
+    assert max(float(code.float().abs().max()) for code in codes) <= GENERATIONS[generation].fp8_max
     assert error_of(found, expected_of(quantized.reference)) < 0.08
 
 
@@ -187,9 +191,13 @@ def test_experts_that_keep_their_blocks_are_the_dequantized_ones(
     with emulated(generation=generation, strict=True):
         experts = experts_of(loaded(quantized.folder, fp8_blocks(generation)))
         found = on_card(experts)
-        codes = [one.cpu() for key, one in experts.named_parameters() if key.endswith("qweight")]
+        codes = [
+            parameter.cpu()
+            for key, parameter in experts.named_parameters()
+            if key.endswith("qweight")
+        ]
 
-    assert max(float(one.float().abs().max()) for one in codes) <= GENERATIONS[generation].fp8_max
+    assert max(float(code.float().abs().max()) for code in codes) <= GENERATIONS[generation].fp8_max
     assert error_of(found, expected_of(quantized.reference)) < 0.01
 
 
@@ -253,8 +261,8 @@ def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
     with emulated(strict=True) as card:
         methods = {"awq": uint4, "wna16, 8 bits": int8}
         model = loaded(folder, methods.get(name) or fp8("gaudi2"))
-        held = sum(one.nbytes for one in model.parameters())
-        buffers = sum(one.nbytes for one in model.buffers())
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
         # Loading takes the memory of the quantized weights: they are converted on the host.
         assert card.memory.peak < 1.05 * (held + buffers)
 

@@ -226,8 +226,8 @@ def calculated(folder: Path, **settings: Any) -> Tensor:
         loaded = rig.worker._loaded
         assert loaded is not None
         (model,) = loaded.modules
-        layers = [one for one in model.modules() if isinstance(one, PagedAttention)]
-        return torch.tensor([[float(one) for one in layer.kv_scales] for layer in layers])  # type: ignore[arg-type]
+        layers = [module for module in model.modules() if isinstance(module, PagedAttention)]
+        return torch.tensor([[float(kv_scale) for kv_scale in layer.kv_scales] for layer in layers])  # type: ignore[arg-type]
 
 
 def test_calculated_scales_fit_the_numbers_that_are_cached(tmp_path: Path) -> None:
@@ -239,10 +239,10 @@ def test_calculated_scales_fit_the_numbers_that_are_cached(tmp_path: Path) -> No
     model = load_decoder(folder)
     harness = PagedHarness(model)
     harness.prefill({0: torch.randint(256, (100,)).tolist()})
-    layers = [one for one in model.modules() if isinstance(one, PagedAttention)]
+    layers = [module for module in model.modules() if isinstance(module, PagedAttention)]
     for layer, own in zip(layers, scales, strict=True):
         # The harness fills what is not written with large numbers.
-        keys, values = (one[one.abs().amax((1, 2)) < 1000] for one in layer.caches)
+        keys, values = (cach[cach.abs().amax((1, 2)) < 1000] for cach in layer.caches)
         assert len(keys) == len(values) == 100
         assert keys.abs().max() < 448 * own[0] and values.abs().max() < 448 * own[1]
         errors = fp8_errors(values, torch.stack((own[1], torch.tensor(1.0))))
@@ -259,8 +259,8 @@ def test_a_card_calculates_scales_for_its_own_codes(generation: str, tmp_path: P
     format = HpuFp8Format("fp8", GENERATIONS[generation].fp8_max)
     with emulated(generation=generation):
         x = torch.full((1, 1), 1.06).to("hpu")
-        codecs = [format.codec(torch.float32, one.to("hpu")) for one in (scales[0, 1:], ONE)]
-        error, before = (float((one.decode(one.encode(x)) - x).abs().cpu()) for one in codecs)
+        codecs = [format.codec(torch.float32, item.to("hpu")) for item in (scales[0, 1:], ONE)]
+        error, before = (float((codec.decode(codec.encode(x)) - x).abs().cpu()) for codec in codecs)
     assert error < 0.025 and (generation == "gaudi2" or before > 0.05)
 
 

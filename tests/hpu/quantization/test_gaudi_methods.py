@@ -33,8 +33,12 @@ from hpu.quantization.stored.uint4 import Uint4LinearMethod, can_convert
 from hpu.quantization.stored.weights import StoredWeight
 
 Make = Callable[[str], Quantized]
-INT4 = [name for name, one in FORMATS.items() if isinstance(one, Integers) and one.bits == 4]
-INT8 = [name for name, one in FORMATS.items() if isinstance(one, Integers) and one.bits == 8]
+INT4 = [
+    name for name, format in FORMATS.items() if isinstance(format, Integers) and format.bits == 4
+]
+INT8 = [
+    name for name, format in FORMATS.items() if isinstance(format, Integers) and format.bits == 8
+]
 SHORT = [("gptq", "gaudi3"), ("fp8, blocks", "gaudi2")]
 """Formats and generations whose recipes are counted by default."""
 FLOATS = [name for name, form in FORMATS.items() if isinstance(form, Floats)]
@@ -107,9 +111,11 @@ def test_products_of_8_bits_are_those_of_the_dequantized_weights(name: str, make
     with emulated(strict=True):
         model = loaded(quantized.folder, method)
         found = outputs_of(model)
-        values = [one for key, one in model.named_parameters() if key.endswith("qweight")]
+        values = [
+            parameter for key, parameter in model.named_parameters() if key.endswith("qweight")
+        ]
 
-    assert {one.dtype for one in values} == {torch.int8}
+    assert {item.dtype for item in values} == {torch.int8}
     for layer, (x, out) in found.items():
         # Weights are rounded once, as those that are dequantized while they are loaded.
         wanted = x.float() @ expected[f"{layer}.weight"].bfloat16().float().T
@@ -127,10 +133,14 @@ def test_products_in_fp8_are_close_to_those_of_the_dequantized_weights(
     with emulated(generation=generation, strict=True):
         model = loaded(quantized.folder, lambda weight: Fp8LinearMethod(weight, largest))
         found = outputs_of(model)
-        codes = [one.cpu() for name, one in model.named_parameters() if name.endswith("qweight")]
+        codes = [
+            parameter.cpu()
+            for name, parameter in model.named_parameters()
+            if name.endswith("qweight")
+        ]
 
-    assert max(float(one.float().abs().max()) for one in codes) <= largest
-    assert {one.dtype for one in codes} == {torch.float8_e4m3fn}
+    assert max(float(code.float().abs().max()) for code in codes) <= largest
+    assert {code.dtype for code in codes} == {torch.float8_e4m3fn}
     for layer, (x, out) in found.items():
         wanted = x.float() @ expected[f"{layer}.weight"].T
         error = (out.float() - wanted).square().mean().sqrt() / wanted.std()
@@ -169,7 +179,7 @@ def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
 
     with emulated(strict=True):
         model = loaded(folder, method_of)
-        held = sum(one.nbytes for one in model.parameters())
+        held = sum(parameter.nbytes for parameter in model.parameters())
 
     assert held == weight_bytes(facts, num_cards=1, width=2, length=0)
     # Of one rank of two the embedding, the head and the layers are halves.
@@ -182,14 +192,14 @@ def test_loading_takes_the_memory_of_the_quantized_weights(name: str, make: Make
 
     with emulated(strict=True) as card:
         model = loaded(folder, method_of)
-        held = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
-        largest = max(one.nbytes for one in model.parameters())
+        held = sum(parameter.nbytes for parameter in (*model.parameters(), *model.buffers()))
+        largest = max(parameter.nbytes for parameter in model.parameters())
 
     # They are converted on the host, so not even a whole layer is there twice.
     assert card.memory.peak < held + largest
     if name not in ("nf4", "nf4, nested"):
-        linears = [one for one in model.modules() if isinstance(one, LinearBase)]
-        quantized = [one.get_parameter("qweight") for one in linears if one.weight is None]
+        linears = [module for module in model.modules() if isinstance(module, LinearBase)]
+        quantized = [linear.get_parameter("qweight") for linear in linears if linear.weight is None]
         assert len(quantized) >= 4
 
 
@@ -211,7 +221,7 @@ def test_layers_without_a_method_are_dequantized(make: Make) -> None:
 
     with emulated(strict=True):
         model = loaded(quantized.folder, lambda weight: None)
-        found = {name: one.cpu() for name, one in model.named_parameters()}
+        found = {name: parameter.cpu() for name, parameter in model.named_parameters()}
 
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
@@ -249,8 +259,8 @@ def test_activations_stay_where_the_checkpoint_has_weights_alone_in_fp8(
     [
         *SHORT,
         *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in [
+            pytest.param(*item, marks=pytest.mark.slow)
+            for item in [
                 (form, generation)
                 for form in [
                     *("gptq", "gptq, 8 bits", "gptq, desc_act", "gptq, 8 bits, desc_act", "awq"),

@@ -84,14 +84,18 @@ def serve(
         after = [counts[name] for name in COUNTERS]
         loaded = rig.worker._loaded
         assert loaded is not None and isinstance(loaded.model, torch.nn.Module)
-        held = [one for name, one in loaded.model.named_parameters() if name.endswith("qweight")]
+        held = [
+            parameter
+            for name, parameter in loaded.model.named_parameters()
+            if name.endswith("qweight")
+        ]
     assert after == before and before[0] > 0 and before[2:] == [0, 0]
     found = [
-        np.frombuffer(one.values, "<f4").tolist()
+        np.frombuffer(item.values, "<f4").tolist()
         for result in results
-        for _, one in (*result.prompt_logprobs, *result.logprobs)
+        for _, item in (*result.prompt_logprobs, *result.logprobs)
     ]
-    return Served([one for part in found for one in part], sum(one.nbytes for one in held))
+    return Served([item for part in found for item in part], sum(tensor.nbytes for tensor in held))
 
 
 @pytest.fixture(scope="module")
@@ -155,30 +159,30 @@ def test_two_cards_give_the_log_probabilities_of_one(
     name: str, generation: str, expert_parallel: bool, pool: RankPool, tmp_path: Path
 ) -> None:
     folder = make(name, tmp_path / "checkpoint")
-    (one,) = pool.run(1, serve, folder, tmp_path / "none", generation, False)
+    (single,) = pool.run(1, serve, folder, tmp_path / "none", generation, False)
 
     first, second = pool.run(2, serve, folder, tmp_path / "store", generation, expert_parallel)
 
-    found, expected = np.array(first.logprobs), np.array(one.logprobs)
+    found, expected = np.array(first.logprobs), np.array(single.logprobs)
     assert len(expected) == len(PROMPT) - 1 + len(FORCED)
     largest = FP8_ROUNDING if "fp8" in name or "float" in name else ROUNDING
     assert error_of(found, expected) < largest
     assert not second.logprobs or second.logprobs == first.logprobs
     # Dequantized while they are loaded.
-    assert (one.quantized_bytes == 0) == (name in (MXFP4, "nf4"))
+    assert (single.quantized_bytes == 0) == (name in (MXFP4, "nf4"))
     for rank in (first, second):
         # Groups in any order have tables that each rank has as a whole.
-        assert rank.quantized_bytes <= 0.6 * one.quantized_bytes
+        assert rank.quantized_bytes <= 0.6 * single.quantized_bytes
 
 
 @pytest.mark.slow
 def test_two_cards_calculate_the_scales_of_one(pool: RankPool, tmp_path: Path) -> None:
     folder, store = make("gptq", tmp_path / "checkpoint"), tmp_path / "store"
-    (one,) = pool.run(1, serve, folder, store, "gaudi2", False, True)
+    (single,) = pool.run(1, serve, folder, store, "gaudi2", False, True)
     (plain,) = pool.run(1, serve, folder, store, "gaudi2")
 
     first, _ = pool.run(2, serve, folder, store, "gaudi2", False, True)
 
-    found, expected = np.array(first.logprobs), np.array(one.logprobs)
+    found, expected = np.array(first.logprobs), np.array(single.logprobs)
     assert error_of(found, expected) < ROUNDING
     assert error_of(np.array(plain.logprobs), expected) > 0

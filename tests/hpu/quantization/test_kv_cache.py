@@ -316,12 +316,12 @@ def test_an_impossible_scale_is_an_error_that_names_file_and_tensor(
 
 def test_two_names_of_one_scale_are_an_error(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, **HEADS)
-    one = torch.tensor(1.0)
+    scale = torch.tensor(1.0)
     write_scales(
         folder,
         {
-            "model.layers.0.self_attn.k_scale": one,
-            "model.layers.0.self_attn.attn.k_scale": one.clone(),
+            "model.layers.0.self_attn.k_scale": scale,
+            "model.layers.0.self_attn.attn.k_scale": scale.clone(),
         },
     )
 

@@ -41,7 +41,9 @@ def weights_of(experts: Experts) -> list[torch.Tensor]:
         assert experts.w13_weight is not None and experts.w2_weight is not None
         return [experts.w13_weight.detach(), experts.w2_weight.detach()]
     stacks = experts.quantized_weights
-    return [torch.stack([one.dequantize(torch.bfloat16) for one in stack]) for stack in stacks]
+    return [
+        torch.stack([weight.dequantize(torch.bfloat16) for weight in stack]) for stack in stacks
+    ]
 
 
 def test_a_checkpoint_is_kept_as_it_is(folder: Path) -> None:
@@ -53,7 +55,7 @@ def test_a_checkpoint_is_kept_as_it_is(folder: Path) -> None:
         assert experts.quantized_weights is not None and experts.w13_weight is None
         assert {name for name, _ in experts.named_parameters()} == {"w13_bias", "w2_bias"}
         assert all(map(torch.equal, weights_of(experts), weights_of(plain)))
-        numbers = sum(one.numel() for one in weights_of(plain))
+        numbers = sum(item.numel() for item in weights_of(plain))
         # 4 bits, and 8 for 32 numbers.
         assert experts.quantized_weights.num_bytes == numbers * 17 // 32
 
@@ -76,7 +78,7 @@ def test_ranks_keep_whole_blocks(inner: int, is_distributed: bool, tmp_path: Pat
             assert (experts.quantized_weights is not None) == is_kept
             own = weights_of(plain)
             if is_distributed:
-                own = [one.chunk(2)[rank] for one in own]
+                own = [shard.chunk(2)[rank] for shard in own]
             assert all(map(torch.equal, weights_of(experts), own))
 
 
@@ -177,8 +179,8 @@ def test_logits_are_those_of_the_expanded_experts(folder: Path, quantizing: Libr
     found = PagedHarness(packed).prefill(PROMPTS)  # type: ignore[arg-type]
 
     errors = [
-        torch.cat([(one[row].float() - logits).flatten() for row, logits in exact.items()])
-        for one in (found, plain)
+        torch.cat([(item[row].float() - logits).flatten() for row, logits in exact.items()])
+        for item in (found, plain)
     ]
     # No worse than torch's bfloat16, whose rounding is most of what differs. Inputs in 8 bits add
     # as much.

@@ -124,11 +124,11 @@ def test_a_card_multiplies_in_fp8(generation: str, is_distributed: bool, make: M
             path = str(quantized.folder)
             load_weights(model, path, on_progress=lambda done, total: None, **groups)
             process_weights(model, None)
-            held = sum(one.nbytes for one in model.parameters())
+            held = sum(parameter.nbytes for parameter in model.parameters())
             experts = experts_of(model)
             assert experts.w13_weight is None
             experts.group = SINGLE
-            parts.append(experts(*(one.to("hpu") for one in traffic())).cpu().float())
+            parts.append(experts(*(request.to("hpu") for request in traffic())).cpu().float())
         own = {"num_cards": 2, "distributes_experts": is_distributed}
         assert held == weight_bytes(facts, width=2, length=0, **own)
 

@@ -64,7 +64,8 @@ def stacked(experts: Experts, dtype: torch.dtype) -> list[Tensor]:
     """w13 and w2 of the quantized weights."""
     assert experts.quantized_weights is not None and experts.w13_weight is None
     return [
-        torch.stack([one.dequantize(dtype) for one in stack]) for stack in experts.quantized_weights
+        torch.stack([weight.dequantize(dtype) for weight in stack])
+        for stack in experts.quantized_weights
     ]
 
 
@@ -158,8 +159,8 @@ def test_logits_are_those_of_transformers(
     packed = use_cpu_kernels(loaded, built)
     rounded = PagedHarness(packed).prefill(PROMPT)  # type: ignore[arg-type]
 
-    kept = [one for one in loaded.modules() if isinstance(one, Experts)]
-    assert all(isinstance(one.moe_op, PackedExperts) for one in kept)
+    kept = [module for module in loaded.modules() if isinstance(module, Experts)]
+    assert all(isinstance(tensor.moe_op, PackedExperts) for tensor in kept)
     assert isinstance(packed, CompiledDecoder)
     assert packed.is_compiled == (family != "deepseek_v3")
     for row, logits in expected.items():
@@ -183,7 +184,7 @@ def test_the_shards_of_ranks_are_those_of_the_dequantized_experts(
         assert whole.w13_weight is not None and whole.w2_weight is not None
         own: list[Tensor] = [whole.w13_weight, whole.w2_weight]
         if is_distributed:
-            own = [one.chunk(2)[rank] for one in own]
+            own = [shard.chunk(2)[rank] for shard in own]
 
         expert_group = group if is_distributed else SINGLE
         experts = experts_of(load_packed(str(quantized.folder), group, expert_group))

@@ -58,8 +58,10 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 def linears_of(model: Decoder) -> dict[str, LinearBase]:
-    found = {name: one for name, one in model.named_modules() if isinstance(one, LinearBase)}
-    return {name: one for name, one in found.items() if name != "lm_head"}
+    found = {
+        name: module for name, module in model.named_modules() if isinstance(module, LinearBase)
+    }
+    return {name: entry for name, entry in found.items() if name != "lm_head"}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -199,8 +201,8 @@ def test_modules_of_gptq_with_other_bits_are_dequantized_exactly(tmp_path: Path)
     folder = quantize(FORMATS["gptq, 8 bits"], reference, tmp_path / "mixed", other=(first,)).folder
     tensors = load_file(folder / WEIGHTS)
     parts = load_file(tmp_path / "four" / WEIGHTS)
-    mixed = {name: one for name, one in tensors.items() if not name.startswith(first)}
-    mixed |= {name: one for name, one in parts.items() if name.startswith(first)}
+    mixed = {name: tensor for name, tensor in tensors.items() if not name.startswith(first)}
+    mixed |= {name: part for name, part in parts.items() if name.startswith(first)}
     save_file(mixed, folder / WEIGHTS)
     settings = json.loads((tmp_path / "four" / "config.json").read_text())["quantization_config"]
     settings["dynamic"] = {r"+:.*layers\.1\.": {"bits": 8}}

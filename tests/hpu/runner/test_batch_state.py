@@ -302,9 +302,9 @@ def test_known_tokens_of_another_stage_replace_what_was_counted() -> None:
     tokens = memoryview(np.array([5, 6, 7], "<u4").tobytes())
     state.add_request(NewRequest(0, tokens, 3, 0, [2, 3], RequestSampling()))
 
-    state.set_known(0, 6, np.array([7, 8, 9, 10], np.uint32))
+    state.set_sampled(0, 6, np.array([7, 8, 9, 10], np.uint32))
     grown = state.tokens(0).tolist()
-    state.set_known(0, 2, np.array([0, 0, 1, 2], np.uint32))
+    state.set_sampled(0, 2, np.array([0, 0, 1, 2], np.uint32))
 
     assert grown == [5, 6, 7, 8, 9, 10]
     assert state.tokens(0).tolist() == [1, 2]

@@ -401,8 +401,8 @@ def test_padding_moves_no_logit_by_more_than_float_rounding(folder: Path) -> Non
     exact, coarse = values
     assert tokens[0] == tokens[1]
     assert len(exact) == 2 + 2 + 12
-    for one, other in zip(exact, coarse, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5, rtol=0)
+    for first, other in zip(exact, coarse, strict=True):
+        np.testing.assert_allclose(first, other, atol=1e-5, rtol=0)
 
 
 def _plain_logprobs(folder: Path, tokens: list[int]) -> np.ndarray:

@@ -79,7 +79,7 @@ SETTINGS = {
 
 
 def test_each_sampling_by_a_graph_gives_the_tokens_of_the_cpu(folder: Path) -> None:
-    pairs = [(one, other) for one in SETTINGS.values() for other in SETTINGS.values()]
+    pairs = [(setting, other) for setting in SETTINGS.values() for other in SETTINGS.values()]
     with working(folder, "cpu") as rig:
         expected = [said(rig, pair, 5) for pair in pairs]
 
@@ -199,8 +199,8 @@ def test_a_launch_copies_one_tensor_to_the_host(
         assert result.tokens == wanted.tokens
         for name in ("logprobs", "prompt_logprobs"):
             pairs = zip(getattr(wanted, name), getattr(result, name), strict=True)
-            for (index, one), (found_index, other) in pairs:
-                *exact, values = _columns(one)
+            for (index, pair), (found_index, other) in pairs:
+                *exact, values = _columns(pair)
                 *found_exact, found_values = _columns(other)
                 assert (found_index, found_exact) == (index, exact)
                 np.testing.assert_allclose(found_values, values, atol=1e-5)

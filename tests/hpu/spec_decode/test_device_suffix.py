@@ -83,7 +83,7 @@ def test_the_device_drafts_what_the_host_does(name: str, vocab_size: int) -> Non
         histories = [np.array(text, np.uint32) for text in texts]
         found = device.draft()
         expected = host.propose(range(REQUESTS), histories, [DRAFTS] * REQUESTS)
-        assert found == [one.tokens for one in expected]
+        assert found == [entry.tokens for entry in expected]
         num_drafts += sum(map(len, found))
         for index in range(REQUESTS):
             texts[index] += [rng.randrange(vocab_size) for _ in range(rng.randint(1, 4))]
@@ -104,8 +104,8 @@ def test_drafts_that_were_promised_stay_until_the_request_has_more_tokens() -> N
     for index in range(REQUESTS):
         device.add(index, [20 + index])
     device.set(0, [20, 5, 6, 7, 8, 5, 6])
-    promised = device.draft()[0]
-    device.keep(0, promised)
+    next_drafts = device.draft()[0]
+    device.keep(0, next_drafts)
     # What ends now is a longer match.
     device.set(1, [21, 7, 8, 5, 6, 9, 9])
     device.remove(1)
@@ -114,7 +114,7 @@ def test_drafts_that_were_promised_stay_until_the_request_has_more_tokens() -> N
     device.set(0, [20, 5, 6, 7, 8, 5, 6, 9])
     later = device.draft()[0]
 
-    assert promised == kept == [7, 8, 5, 6]
+    assert next_drafts == kept == [7, 8, 5, 6]
     assert later == [9]
 
 

@@ -123,4 +123,4 @@ def test_nothing_is_drafted_behind_the_drafters_context() -> None:
 
     found = proposer.propose([0, 1], [long, tokens(1)], [4, 1])
 
-    assert [len(one.tokens) for one in found] == [2, 1]
+    assert [len(entry.tokens) for entry in found] == [2, 1]

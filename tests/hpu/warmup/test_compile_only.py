@@ -102,7 +102,7 @@ def test_every_bucket_is_compiled_after_the_largest_have_run_and_then_runs(folde
     assert sorted(compiled) == sorted(bucket[1:3] for bucket in ready)
     run = [shape for only, shape in card.passes[first + len(compiled) :]]
     assert not set(compiled) - set(run)
-    assert [one.done for one in progress] == list(range(progress[0].total + 1))
+    assert [stage.done for stage in progress] == list(range(progress[0].total + 1))
 
 
 def test_nothing_is_only_compiled_where_it_is_turned_off(folder: Path) -> None:

@@ -81,7 +81,9 @@ def test_without_a_traffic_the_most_used_by_a_general_traffic_come_first(
     table: BucketTable,
 ) -> None:
     launches = general_launches(LIMITS)
-    shares = {one.bucket: one.share for one in padding_of(launches, table.buckets, LIMITS)}
+    shares = {
+        padding.bucket: padding.share for padding in padding_of(launches, table.buckets, LIMITS)
+    }
 
     first, _ = split_buckets(table, table.buckets, None)
     order = by_use(table, table.buckets, None)

@@ -215,11 +215,11 @@ def test_a_phase_without_any_bucket_is_an_error_that_names_the_flag(folder: Path
 
 def test_a_background_warm_up_prepares_the_rest_one_by_one(folder: Path) -> None:
     rig = warmed(folder, CapturedCard(), mode="background")
-    num_later = rig.warmup.num_later
+    num_deferred = rig.warmup.num_deferred
 
     with torch.inference_mode():
         early, settled_early = list(rig.ready), rig.card.is_settled
-        later = [rig.warmup.prepare_next() for _ in range(num_later)]
+        later = [rig.warmup.prepare_next() for _ in range(num_deferred)]
 
     assert 0 < len(early) < len(rig.buckets) and not settled_early
     assert all(len(buckets) == 1 for buckets in later)
@@ -236,7 +236,7 @@ def test_traffic_says_which_buckets_come_first(folder: Path, tmp_path: Path) -> 
     rig = warmed(folder, CapturedCard(), mode="background", traffic=str(traffic))
 
     assert (PREFILL, 1, 32, 0) in rig.ready
-    assert rig.warmup.num_later > 0
+    assert rig.warmup.num_deferred > 0
 
 
 def test_without_a_warm_up_nothing_runs_and_the_operator_is_told(

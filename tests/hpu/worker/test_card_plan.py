@@ -68,7 +68,7 @@ def test_a_long_context_over_many_new_tokens_takes_no_mask_of_both() -> None:
     joined = plan_card(SMALL, long).activation_bytes
     sliced = plan_card(SMALL, replace(long, slices=(8192, 4096))).activation_bytes
 
-    assert [round(one / GIB, 2) for one in (joined, sliced)] == [4.29, 1.54]
+    assert [round(item / GIB, 2) for item in (joined, sliced)] == [4.29, 1.54]
     assert joined - sliced > 8192 * 131072 * 2
 
 
@@ -180,7 +180,9 @@ def test_each_card_of_the_first_stage_holds_the_tower_and_embeddings_of_images()
     rows = max(2048, 8192)
 
     for cards in (1, 4):
-        without, with_images = (plan_card(one, demand(num_cards=cards)) for one in (SMALL, seeing))
+        without, with_images = (
+            plan_card(item, demand(num_cards=cards)) for item in (SMALL, seeing)
+        )
 
         assert with_images.weight_bytes - without.weight_bytes == 2 * 300_000_000
         assert without.free_bytes - with_images.free_bytes == 2 * (300_000_000 + rows * 4096)

@@ -67,9 +67,17 @@ def live_bytes() -> int:
     """Of all tensors that anyone holds, those too that are kept from the collector."""
     gc.unfreeze()
     gc.collect()
-    held = [one.untyped_storage() for one in gc.get_objects() if type(one) is torch.Tensor]
-    held += [one.untyped_storage() for one in gc.get_objects() if type(one) is torch.nn.Parameter]
-    return sum({one.data_ptr(): one.nbytes() for one in held}.values())
+    held = [
+        get_object.untyped_storage()
+        for get_object in gc.get_objects()
+        if type(get_object) is torch.Tensor
+    ]
+    held += [
+        get_object.untyped_storage()
+        for get_object in gc.get_objects()
+        if type(get_object) is torch.nn.Parameter
+    ]
+    return sum({tensor.data_ptr(): tensor.nbytes() for tensor in held}.values())
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -152,4 +160,4 @@ def test_a_pooling_model_gives_the_same_vectors_after_its_sleep(
 
     after = reader.read(texts)
     reader.worker.close()
-    assert [one.tolist() for one in after] == [one.tolist() for one in before]
+    assert [entry.tolist() for entry in after] == [entry.tolist() for entry in before]

@@ -180,7 +180,7 @@ def test_a_worker_that_pads_nothing_has_nothing_left_for_later(folder: Path) -> 
     warmed = rig.worker.idle()
 
     rig.worker.close()
-    assert (rig.ready.num_later, warmed) == (0, None)
+    assert (rig.ready.num_deferred, warmed) == (0, None)
 
 
 def test_a_worker_that_is_not_warmed_up_serves_as_well(folder: Path) -> None:

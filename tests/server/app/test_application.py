@@ -57,12 +57,12 @@ ROUTES = {
 async def test_models_are_listed_by_every_name_with_one_time() -> None:
     async with in_memory() as rig:
         listed = (await rig.http.get("/v1/models")).json()
-        one = (await rig.http.get("/v1/models/org/demo")).json()
+        answer = (await rig.http.get("/v1/models/org/demo")).json()
 
         assert listed["object"] == "list"
         assert [entry["id"] for entry in listed["data"]] == ["demo", "org/demo"]
         assert (
-            one
+            answer
             == listed["data"][1]
             == {
                 "id": "org/demo",

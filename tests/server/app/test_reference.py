@@ -32,7 +32,7 @@ def test_the_tables_of_all_bodies_are_what_the_code_says() -> None:
     assert with_tables(PAGE) == PAGE, "run `python -m server.app.reference`"
 
 
-@pytest.mark.parametrize("body", [one for one in BODIES if one not in LIKE_OTHERS])
+@pytest.mark.parametrize("body", [body for body in BODIES if body not in LIKE_OTHERS])
 def test_a_section_names_every_field_of_its_body(body: type[Body]) -> None:
     (section,) = (found[0] for found in TABLES.finditer(PAGE) if found[2] == body.__name__)
 

@@ -171,8 +171,8 @@ def test_lengths_lie_in_their_range_and_repeat_with_the_seed() -> None:
     found = list(lengths(shape))
 
     assert found == list(lengths(shape))
-    assert all(50 <= one <= 150 and 5 <= other <= 15 for one, other in found)
-    assert len({one for one, _ in found}) > 20
+    assert all(50 <= first <= 150 and 5 <= other <= 15 for first, other in found)
+    assert len({entry for entry, _ in found}) > 20
 
 
 def test_a_shared_prefix_is_shared_and_the_rest_is_not() -> None:

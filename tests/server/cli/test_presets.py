@@ -105,7 +105,7 @@ def test_serve_on_a_gaudi_takes_the_preset_and_says_so(
 
     assert taken.engine.data_parallel.data_parallel_size == 8
     assert taken.engine.max_model_len == 131072
-    (line,) = [one.getMessage() for one in caplog.records if "Preset" in one.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "Preset" in record.getMessage()]
     assert line.startswith("Preset for 8 gaudi3 cards")
     assert "--data-parallel-size=8" in line
 

@@ -38,7 +38,7 @@ class BranchingClient(TalkingClient):
         likely = self._tree.get(said, {C: -0.1})
         others = {token: -50.0 - token for token in range(60, 100) if token not in likely}
         count = queue.sampling.logprobs or 0
-        top = sorted((likely | others).items(), key=lambda one: -one[1])[:count]
+        top = sorted((likely | others).items(), key=lambda entry: -entry[1])[:count]
         tokens, values = [token for token, _ in top], [value for _, value in top]
         entry = ([tokens[0], *tokens], [values[0], *values], 1)
         queue.say(tokens[0], finish="length", logprobs=[columns([entry])], cached=0)

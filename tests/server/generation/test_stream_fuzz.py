@@ -62,7 +62,8 @@ def streamed_text(events: list[Any]) -> str:
     for event in events:
         choices = event.get("choices", ())
         said += [
-            one["delta"].get("content", "") if "delta" in one else one["text"] for one in choices
+            choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+            for choice in choices
         ]
         if event.get("type") == "response.output_text.delta":
             said.append(event["delta"])

@@ -86,7 +86,9 @@ def test_no_field_reports_more_than_one_of_many_wrong_entries(body: Any, entry: 
         for many in ([entry] * count, {str(key): entry for key in range(count)}):
             problems = problems_with(body, {field.alias or name: many})
 
-            of_field = [one for one in problems if one["loc"][:1] == (field.alias or name,)]
+            of_field = [
+                problem for problem in problems if problem["loc"][:1] == (field.alias or name,)
+            ]
             # A union tries each of its members.
             assert len(of_field) <= 4, name
 
@@ -204,7 +206,7 @@ async def test_bodies_that_arrive_together_may_only_have_so_many_bytes_in_sum(
         refused = await rig.http.post(CHAT, content=part + rest, headers=headers)
         small = await rig.http.post(CHAT, content=b'{"a": "' + rest, headers=headers)
         release.set()
-        taken = [(await one).status_code for one in first]
+        taken = [(await entry).status_code for entry in first]
         later = await rig.http.post(CHAT, content=part + rest, headers=headers)
 
     assert refused.status_code == 503

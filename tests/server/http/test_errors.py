@@ -269,7 +269,7 @@ async def test_a_long_value_is_not_echoed() -> None:
 async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None:
     async with in_memory() as rig:
         model = check(await rig.chat(model="gpt-4"), 404, param="model", code="model_not_found")
-        one = await rig.http.get("/v1/models/no/such")
+        answer = await rig.http.get("/v1/models/no/such")
         route = await rig.http.get("/v1/nothing")
         later = await rig.post("/v1/audio/speech", {"input": "x"})
         slash = await rig.http.get("/metrics/")
@@ -277,7 +277,7 @@ async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None
         method = await rig.http.get("/v1/chat/completions")
 
         assert model == "The model `gpt-4` does not exist; this server has `demo`, `org/demo`."
-        check(one, 404, param="model", code="model_not_found")
+        check(answer, 404, param="model", code="model_not_found")
         for response in (route, later, slash, nameless):
             check(response, 404, type="invalid_request_error", param=None, code="not_found")
         check(method, 405, type="invalid_request_error", param=None, code=None)

@@ -15,7 +15,7 @@ async def test_a_few_proceed_in_each_iteration_in_order_of_arrival() -> None:
     calls = [asyncio.ensure_future(call(number)) for number in range(3 * MAX_PER_ITERATION + 1)]
     await asyncio.sleep(0)
     calls[MAX_PER_ITERATION].cancel()
-    while not all(one.done() for one in calls):
+    while not all(call.done() for call in calls):
         seen.append(len(gone_on))
         await asyncio.sleep(0)
 

@@ -603,7 +603,7 @@ def test_a_path_and_a_forwarded_address_cannot_forge_log_lines(
         )
         read_until(sock, b"\r\n\r\n")
 
-    (record,) = [one for one in caplog.records if one.name == RequestRecord.__module__]
+    (record,) = [record for record in caplog.records if record.name == RequestRecord.__module__]
     assert "client=127.0.0.1" in record.getMessage()
 
 
@@ -614,7 +614,11 @@ def test_a_flood_of_rejected_requests_writes_few_lines(caplog: pytest.LogCapture
             with connect(rig) as sock:
                 sock.sendall(b"garbage\r\n\r\n")
                 assert status_of(read_all(sock)) == 400
-    lines = [one for one in caplog.messages if one.startswith("rejected a request from 127.0.0.1")]
+    lines = [
+        message
+        for message in caplog.messages
+        if message.startswith("rejected a request from 127.0.0.1")
+    ]
 
     assert 1 <= len(lines) <= 1 + time.monotonic() - started_s
     assert lines[0].endswith("1 so far: Invalid HTTP request received.")

@@ -21,7 +21,9 @@ def write(
     """A certificate for `name` and its key, to cert.pem and key.pem."""
     issued = authority.issue_cert(name, not_after=not_after)
     issued.private_key_pem.write_to_path(folder / "key.pem")
-    (folder / "cert.pem").write_bytes(b"".join(one.bytes() for one in issued.cert_chain_pems))
+    (folder / "cert.pem").write_bytes(
+        b"".join(cert_chain_pem.bytes() for cert_chain_pem in issued.cert_chain_pems)
+    )
 
 
 def configured(folder: Path, **more: str) -> ServerConfig:

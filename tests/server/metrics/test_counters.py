@@ -53,8 +53,8 @@ class Page:
 def test_every_process_shows_the_sums_of_all(tmp_path: Path) -> None:
     registries = [Registry() for _ in range(4)]
     families = [
-        (one.counter("c", "x", ("label",)), one.histogram("h", "x", ("label",), BOUNDS))
-        for one in registries
+        (registry.counter("c", "x", ("label",)), registry.histogram("h", "x", ("label",), BOUNDS))
+        for registry in registries
     ]
     *processes, whole = registries
     for index, label in enumerate("aba"):

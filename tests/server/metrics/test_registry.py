@@ -9,7 +9,7 @@ from http_rig import TalkingClient, in_memory
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
-from engine.transport.messages import LATER, EngineStats, Progress
+from engine.transport.messages import BACKGROUND_WARMUP, EngineStats, Progress
 from hpu.protocol import RankFacts
 from server.metrics.registry import openmetrics_version
 from server.metrics.requests import counts_up_to
@@ -286,7 +286,7 @@ async def test_every_rank_tells_its_memory_and_what_its_warmup_compiled() -> Non
 
 @pytest.mark.parametrize(
     ("is_ready", "stage", "done"),
-    [(False, "load", 0), (False, "warmup", 3), (True, "warmup", 8), (True, LATER, 3)],
+    [(False, "load", 0), (False, "warmup", 3), (True, "warmup", 8), (True, BACKGROUND_WARMUP, 3)],
 )
 async def test_warm_up_is_told_while_it_goes_on_and_between_requests(
     is_ready: bool, stage: str, done: int

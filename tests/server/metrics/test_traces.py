@@ -118,9 +118,9 @@ async def test_an_unreachable_collector_costs_one_line_and_no_time(
 
     assert served_s < 20
     assert closed_s < 4
-    warnings = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) <= 1
-    assert all("spans are dropped" in one.getMessage() for one in warnings)
+    assert all("spans are dropped" in warning.getMessage() for warning in warnings)
 
 
 def test_a_wrong_endpoint_and_a_missing_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,9 @@ from server.multimodal.fetch import (
 from server.multimodal.messages import VIDEO
 
 
-async def refusal(one: MediaFetcher, url: str) -> str:
+async def refusal(first: MediaFetcher, url: str) -> str:
     with pytest.raises(UserError) as caught:
-        await one.fetch(url, "messages[0].content[1]")
+        await first.fetch(url, "messages[0].content[1]")
     assert caught.value.message.startswith("messages[0].content[1]: ")
     return caught.value.message.partition(": ")[2]
 
@@ -277,16 +277,16 @@ async def test_a_file_is_read_below_the_allowed_folder_only(tmp_path: Path) -> N
     (folder / "a b.png").write_bytes(PNG)
     (tmp_path / "secret.png").write_bytes(b"secret")
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
-    one = MediaFetcher(allowed_local_path=str(folder), max_bytes=1000)
+    fetcher = MediaFetcher(allowed_local_path=str(folder), max_bytes=1000)
 
-    assert await one.fetch(f"file://{folder}/a%20b.png", "x") == PNG
+    assert await fetcher.fetch(f"file://{folder}/a%20b.png", "x") == PNG
     for path in ("/../secret.png", "/link.png", "/%2e%2e/secret.png"):
-        assert "is not below" in await refusal(one, f"file://{folder}{path}")
-    assert "is not below" in await refusal(one, f"file://elsewhere{folder}/a.png")
-    assert "cannot be read" in await refusal(one, f"file://{folder}/none.png")
-    assert "cannot be read" in await refusal(one, f"file://{folder}")
+        assert "is not below" in await refusal(fetcher, f"file://{folder}{path}")
+    assert "is not below" in await refusal(fetcher, f"file://elsewhere{folder}/a.png")
+    assert "cannot be read" in await refusal(fetcher, f"file://{folder}/none.png")
+    assert "cannot be read" in await refusal(fetcher, f"file://{folder}")
     (folder / "large").write_bytes(bytes(2000))
-    assert "at most 1000" in await refusal(one, f"file://{folder}/large")
+    assert "at most 1000" in await refusal(fetcher, f"file://{folder}/large")
 
 
 OK_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

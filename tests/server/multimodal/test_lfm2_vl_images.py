@@ -53,7 +53,7 @@ def test_sizes_and_grids_are_those_of_transformers(size: tuple[int, int], theirs
     fitted = kind.smart_resize(None, height, width, min_image_tokens=64, **limits)
     assert own.fitted(size) == fitted
     ratios = kind._target_ratios.__wrapped__(None, 2, 10)
-    assert {one[0] * one[1] for one in grids(2, 10)} == {one[0] * one[1] for one in ratios}
+    assert {grid[0] * grid[1] for grid in grids(2, 10)} == {ratio[0] * ratio[1] for ratio in ratios}
     expected = theirs.find_closest_aspect_ratio(width / height, ratios, width, height, 512)
     assert best_grid(size, grids(2, 10), 512) == expected
 

@@ -243,7 +243,7 @@ def test_the_processor_of_transformers_writes_the_prompt_of_a_model_in_no_list(
 
     # 112 x 56 pixels in patches of 14, of which 2 x 2 are an embedding.
     assert answer.text == "<|image_pad|>" * 8
-    assert [(one.name, one.shape) for one in answer.tensors] == [
+    assert [(tensor.name, tensor.shape) for tensor in answer.tensors] == [
         ("pixel_values", (1, 3, 112, 56)),
         ("image_sizes", (1, 2)),
     ]
@@ -254,7 +254,7 @@ def test_what_the_tower_does_not_read_is_sent_with_the_rest(tmp_path: Path) -> N
 
     answer = processor.process(picture(56, 56))
 
-    assert {one.name for one in answer.tensors} > {"pixel_values", "image_sizes"}
+    assert {tensor.name for tensor in answer.tensors} > {"pixel_values", "image_sizes"}
     assert set(answer.text.replace(">", "> ").split()) == {"<image>"}
 
 

@@ -34,8 +34,8 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> ImageProcessor:
     return ImageProcessor(Setup(str(folder), *SETUP))
 
 
-def distance(one: Image.Image, other: Image.Image) -> float:
-    return float(np.abs(np.asarray(one, float) - np.asarray(other, float)).mean())
+def distance(first: Image.Image, other: Image.Image) -> float:
+    return float(np.abs(np.asarray(first, float) - np.asarray(other, float)).mean())
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_ffmpeg_is_told_the_format() -> None:
 def test_limits_are_told_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FRAMES", 5)
     with pytest.raises(BadImage, match="the video has 6 frames, at most 5 are taken"):
-        read_frames(Video(frames=[image_bytes(one) for one in FRAMES]), 32, -1)
+        read_frames(Video(frames=[image_bytes(frame) for frame in FRAMES]), 32, -1)
     assert len(read_frames(Video(gif_bytes(FRAMES)), -1, -1).images) == 5
     monkeypatch.setattr(module, "MAX_VIDEO_PIXELS", 20_000)
     with pytest.raises(BadImage, match="5 frames of 56 x 84 have 23520 pixels, at most 20000"):
@@ -172,13 +172,13 @@ def test_patches_are_those_of_transformers_for_videos(
     frames = [*FRAMES[:count], *[FRAMES[count - 1]] * (count % 2)]
     mean = np.array([0.48145466, 0.4578275, 0.40821073])
     deviation = np.array([0.26862954, 0.26130258, 0.27577711])
-    pixels = (np.stack([np.asarray(one) for one in frames]) / 255 - mean) / deviation
+    pixels = (np.stack([np.asarray(frame) for frame in frames]) / 255 - mean) / deviation
     times, height, width = len(frames) // 2, 6, 4
     layout = pixels.transpose(0, 3, 1, 2).reshape(
         times, 2, 3, height // 2, 2, 14, width // 2, 2, 14
     )
     expected = layout.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(times * height * width, -1)
-    tensors = {one.name: one for one in found.tensors}
+    tensors = {tensor.name: tensor for tensor in found.tensors}
     values = np.frombuffer(tensors["pixel_values"].data, "<f4").reshape(expected.shape)
     assert np.allclose(values, expected, atol=1e-5)
     grid = np.frombuffer(tensors["image_grid_thw"].data, "<i8").tolist()

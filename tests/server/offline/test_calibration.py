@@ -145,8 +145,8 @@ def test_what_loses_least_is_what_stays(tmp_path: Path) -> None:
         found = {
             name
             for name in measures
-            if any(re.search(one, name) for one in fields["allowlist"]["names"])
-            and not any(re.search(one, name) for one in fields["blocklist"]["names"])
+            if any(re.search(field, name) for field in fields["allowlist"]["names"])
+            and not any(re.search(field, name) for field in fields["blocklist"]["names"])
         }
         assert found == {
             f"model.layers.2.mlp.{name}" for name in ("gate_up_proj", "experts.moe_op")

@@ -37,19 +37,19 @@ async def test_prompts_of_every_form_have_their_vectors_in_order() -> None:
     outputs = embedding_outputs(await pooling.encode(prompts, None, "embed", **QUIET))
 
     expected = [vector(text) for text in ("hello", "b", "hello", "b", "c")]
-    assert [one.outputs.embedding for one in outputs] == expected
-    assert [one.prompt_token_ids for one in outputs[:2]] == [ids("hello"), ids("b")]
+    assert [output.outputs.embedding for output in outputs] == expected
+    assert [output.prompt_token_ids for output in outputs[:2]] == [ids("hello"), ids("b")]
     assert outputs[0].outputs.hidden_size == 8
-    assert [one.request_id for one in outputs] == ["0", "1", "2", "3", "4"]
+    assert [output.request_id for output in outputs] == ["0", "1", "2", "3", "4"]
 
 
 async def test_each_prompt_may_have_parameters_of_its_own() -> None:
     pooling, _ = offline()
     given = [PoolingParams(dimensions=2), PoolingParams(normalize=False)]
 
-    one, other = await pooling.encode(["a", "b"], given, "embed", **QUIET)
+    first, other = await pooling.encode(["a", "b"], given, "embed", **QUIET)
 
-    assert one.outputs.data == vector("a", given[0])
+    assert first.outputs.data == vector("a", given[0])
     assert other.outputs.data == vector("b", given[1])
     with pytest.raises(UserError, match="3 prompts came with 2"):
         await pooling.encode(["a", "b", "c"], given, "embed", **QUIET)
@@ -71,11 +71,11 @@ async def test_pairs_are_scored_by_either_kind_of_model() -> None:
     cross, client = offline(CROSS_ENCODER)
     a, b = (pooled(ids(text), EMBED, EMBEDDER)[0] for text in "ab")
 
-    one = await embedder.score(TextPairs(["a"], ["b", "a"]), use_tqdm=False)
+    pair_scores = await embedder.score(TextPairs(["a"], ["b", "a"]), use_tqdm=False)
     each = await embedder.score(TextPairs(["a", "b"], ["b", "b"]), use_tqdm=False)
     read = await cross.score(TextPairs(["a"], ["b", "c"]), use_tqdm=False)
 
-    assert [entry.outputs.score for entry in one] == pytest.approx([a @ b, 1.0])
+    assert [entry.outputs.score for entry in pair_scores] == pytest.approx([a @ b, 1.0])
     assert [entry.outputs.score for entry in each] == pytest.approx([a @ b, 1.0])
     assert [entry.prompt_token_ids for entry in each] == [ids("a") + ids("b"), ids("b") + ids("b")]
     scores = [

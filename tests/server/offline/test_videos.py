@@ -37,7 +37,7 @@ def test_arrays_and_lists_of_frames_give_the_same(llm: LLM) -> None:
     (chat,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
 
     tokens = [output.outputs[0].token_ids for output in outputs]
-    assert all(one == tokens[0] for one in tokens)
+    assert all(token == tokens[0] for token in tokens)
     # Two frames in a patch, 3 x 2 squares.
     assert [list(output.prompt_token_ids or []).count(321) for output in [*outputs, chat]] == (
         [12] * 6
@@ -68,7 +68,7 @@ def test_forms_of_a_video() -> None:
     assert msgspec.msgpack.decode(timed, type=Video).fps == 2.0
     assert msgspec.msgpack.decode(given_video(b"file", "x").data or b"", type=Video).data == b"file"
     assert given_video("https://x/a.mp4", "x").url == "https://x/a.mp4"
-    assert [is_video(one) for one in (ARRAY, FRAMES, [ARRAY], "url", ["url"])] == [
+    assert [is_video(item) for item in (ARRAY, FRAMES, [ARRAY], "url", ["url"])] == [
         *(True, True, False),
         *(True, False),
     ]

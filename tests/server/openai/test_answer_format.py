@@ -169,8 +169,8 @@ async def test_a_budget_of_thinking_goes_to_the_engine_with_a_form_or_none() -> 
             assert answer.json()["choices"][0]["message"]["content"] == "b"
 
     sent = [queue.sampling for queue in client.queues]
-    assert [one.thinking_token_budget for one in sent] == [5, 5, None, 5]
-    kinds = [one.structured_outputs and one.structured_outputs.kind for one in sent]
+    assert [message.thinking_token_budget for message in sent] == [5, 5, None, 5]
+    kinds = [message.structured_outputs and message.structured_outputs.kind for message in sent]
     assert kinds == [FREE, "json_object", None, FREE]
 
 

@@ -413,8 +413,8 @@ async def test_counted_tokens_are_those_of_the_answers_usage() -> None:
         body = {"messages": [{"role": "user", "content": "hi " * 3_000}], "max_tokens": 9}
         short = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
         counts = [
-            (await rig.post("/v1/chat/completions/input_tokens", one)).json()
-            for one in (body, short, {**short, "truncate_prompt_tokens": 3})
+            (await rig.post("/v1/chat/completions/input_tokens", item)).json()
+            for item in (body, short, {**short, "truncate_prompt_tokens": 3})
         ]
         answer = await rig.post("/v1/chat/completions", short)
 

@@ -215,14 +215,14 @@ async def test_the_likeliest_of_all_that_were_drawn_are_answered_and_all_are_cou
     async with in_memory(UnevenClient()) as rig:
         answer = (await rig.complete(["p", "q"], n=2, best_of=4, echo=True, max_tokens=9)).json()
 
-        found = [(one["index"], one["text"], one["logprobs"]) for one in answer["choices"]]
+        found = [(item["index"], item["text"], item["logprobs"]) for item in answer["choices"]]
         texts = ["pgood", "pgood", "qgood", "qgood"]
         assert found == [(index, text, None) for index, text in enumerate(texts)]
         assert answer["usage"]["completion_tokens"] == 2 * (2 * 4 + 2 * 8)
         assert len(rig.client.queues) == 8
 
-        one = (await rig.complete("p", best_of=2, logprobs=0)).json()["choices"]
-        assert [choice["logprobs"]["token_logprobs"] for choice in one] == [[-1.0] * 4]
+        adapted = (await rig.complete("p", best_of=2, logprobs=0)).json()["choices"]
+        assert [choice["logprobs"]["token_logprobs"] for choice in adapted] == [[-1.0] * 4]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tiny_vision import image_bytes, make_tiny_vision, picture
 
 from config.model.multimodal.vision import VisionFacts
 from config.server import ServerConfig
-from server.multimodal.inputs import ImageInputs, make_image_inputs
+from server.multimodal.inputs import ImageLoader, make_image_inputs
 from server.multimodal.messages import IMAGE
 from server.text.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ def text(value: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tokenizer, ImageInputs]]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tokenizer, ImageLoader]]:
     folder = make_tiny_vision("qwen2_vl", tmp_path_factory.mktemp("model"), weights=False)
     config = ServerConfig(limit_mm_per_prompt=f'{{"image": {LIMIT}}}')
     tokenizer = Tokenizer.load(str(folder), 2, Path(folder))
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tokenizer,
 
 
 @pytest.fixture
-async def rig(model: tuple[Tokenizer, ImageInputs]) -> AsyncIterator[Rig]:
+async def rig(model: tuple[Tokenizer, ImageLoader]) -> AsyncIterator[Rig]:
     tokenizer, images = model
     template = tokenizer.chat_template
     client = TalkingClient(vocab_size=328, max_model_len=512)
@@ -254,8 +254,8 @@ async def test_other_parts_are_refused_with_the_types_that_the_model_takes(
         f"messages{sent} text, image and tool_result here",
     ]
     answers = (chatted, answered, messaged)
-    assert [one.status_code for one in answers] == [400] * 3
-    assert [one.json()["error"]["message"] for one in answers] == expected
+    assert [answer.status_code for answer in answers] == [400] * 3
+    assert [answer.json()["error"]["message"] for answer in answers] == expected
     assert chatted.json()["error"] == {
         "message": expected[0],
         "type": "invalid_request_error",
@@ -331,9 +331,9 @@ async def test_models_without_vision_refuse_all_but_text() -> None:
             await rig.post("/v1/responses", response),
         ]
 
-    assert [one.status_code for one in answers] == [400] * 4
+    assert [answer.status_code for answer in answers] == [400] * 4
     sent = [("messages[0]", kind, "text") for kind in ("image_url", "image", "file")]
-    assert [one.json()["error"]["message"] for one in answers] == [
+    assert [answer.json()["error"]["message"] for answer in answers] == [
         f"{where}.content[0] has type '{kind}', this model takes content of type {taken} here"
         for where, kind, taken in [*sent, ("input[1]", "input_image", "input_text")]
     ]
@@ -344,15 +344,15 @@ async def test_responses_take_input_image(rig: Rig) -> None:
         {"type": "input_text", "text": "a"},
         {"type": "input_image", "image_url": data_url(), "detail": "low"},
     ]
-    one = await rig.post("/v1/responses", {"input": [{"role": "user", "content": content}]})
-    assert one.status_code == 200, one.text
+    answer = await rig.post("/v1/responses", {"input": [{"role": "user", "content": content}]})
+    assert answer.status_code == 200, answer.text
     two = await rig.post(
-        "/v1/responses", {"input": "and?", "previous_response_id": one.json()["id"]}
+        "/v1/responses", {"input": "and?", "previous_response_id": answer.json()["id"]}
     )
 
     assert two.status_code == 200, two.text
     assert [len(queue.images) for queue in rig.client.queues] == [1, 1]
-    assert one.json()["usage"]["input_tokens"] == len(rig.client.queues[0].prompt)
+    assert answer.json()["usage"]["input_tokens"] == len(rig.client.queues[0].prompt)
 
 
 async def test_responses_take_images_in_outputs_of_functions(rig: Rig) -> None:
@@ -444,7 +444,7 @@ async def test_beams_keep_the_image(rig: Rig) -> None:
 
 
 async def test_a_name_of_an_image_belongs_to_its_api_key(
-    model: tuple[Tokenizer, ImageInputs],
+    model: tuple[Tokenizer, ImageLoader],
 ) -> None:
     tokenizer, images = model
     named = {"type": "image_url", "uuid": "mine", "image_url": None}
@@ -469,14 +469,14 @@ async def test_a_name_of_an_image_belongs_to_its_api_key(
             await ask("two", named),
         ]
 
-    assert [one.status_code for one in answers] == [200, 200, 400]
+    assert [answer.status_code for answer in answers] == [200, 200, 400]
     assert "keeps no image of that name" in answers[2].json()["error"]["message"]
 
 
 def with_fetcher(rig: Rig, timeout_s: float = 5.0) -> None:
     assert rig.state.images is not None
     images = fetcher(timeout_s=timeout_s, max_bytes=10**6)
-    rig.state.images = ImageInputs(VISION, rig.state.images.preprocessor, images, {IMAGE: LIMIT})
+    rig.state.images = ImageLoader(VISION, rig.state.images.preprocessor, images, {IMAGE: LIMIT})
 
 
 async def test_a_fetched_image_equals_the_one_that_is_sent(rig: Rig) -> None:
@@ -506,7 +506,7 @@ async def test_a_url_that_a_request_has_several_times_is_fetched_once(rig: Rig) 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/messages/count_tokens"])
 async def test_a_fetch_ends_when_its_client_disconnects(
-    path: str, model: tuple[Tokenizer, ImageInputs]
+    path: str, model: tuple[Tokenizer, ImageLoader]
 ) -> None:
     tokenizer, images = model
     has_begun, has_ended = asyncio.Event(), asyncio.Event()
@@ -570,12 +570,12 @@ async def test_attacks_by_url_are_refused_and_cost_nobody_else(rig: Rig) -> None
             asyncio.gather(*(rig.chat(f"text {i}") for i in range(8))),
         )
 
-    for path, one in zip(answers, refused, strict=True):
-        assert one.status_code == 400, path
-        message = one.json()["error"]["message"]
+    for path, item in zip(answers, refused, strict=True):
+        assert item.status_code == 400, path
+        message = item.json()["error"]["message"]
         assert why[path] in message, (path, message)
         assert "secret" not in message
-    assert [one.status_code for one in good] == [200] * 8
+    assert [name.status_code for name in good] == [200] * 8
     assert len(rig.client.queues) == 8
 
 

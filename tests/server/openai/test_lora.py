@@ -72,15 +72,15 @@ async def unload(client: httpx.AsyncClient, name: str) -> httpx.Response:
 
 
 async def test_the_model_field_chooses_the_adapter(client: httpx.AsyncClient) -> None:
-    base, one = await complete(client, "base"), await complete(client, "one")
+    base, adapted = await complete(client, "base"), await complete(client, "one")
     listed = (await client.get("/v1/models")).json()["data"]
     chat = await client.post(
         "/v1/chat/completions",
         json={"model": "one", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
     )
 
-    assert base.json()["choices"][0]["text"] != one.json()["choices"][0]["text"]
-    assert one.json()["model"] == chat.json()["model"] == "one"
+    assert base.json()["choices"][0]["text"] != adapted.json()["choices"][0]["text"]
+    assert adapted.json()["model"] == chat.json()["model"] == "one"
     assert [(entry["id"], entry["parent"]) for entry in listed] == [
         ("base", None),
         ("one", "parent"),

@@ -268,8 +268,8 @@ async def test_thinking_has_both_names_and_its_tokens_are_counted() -> None:
             **NO_OTHERS,
         }
         count = len(ids(THOUGHT.rstrip()))
-        for one in (answer, hidden):
-            assert one["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+        for item in (answer, hidden):
+            assert item["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
         assert "reasoning" not in hidden["choices"][0]["message"]
         prompt = TOKENIZER.decode(rig.client.queues[2].prompt, skip_special_tokens=False)
         assert prompt.endswith("<think></think>")

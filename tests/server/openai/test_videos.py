@@ -13,7 +13,7 @@ from tiny_vision import clip, gif_bytes, image_bytes, make_tiny_vision, mp4_byte
 
 from config.model.multimodal.vision import VisionFacts
 from config.server import ServerConfig
-from server.multimodal.inputs import ImageInputs, make_image_inputs
+from server.multimodal.inputs import ImageLoader, make_image_inputs
 from server.multimodal.messages import IMAGE, VIDEO
 from server.text.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ def encoded(data: bytes) -> str:
 
 
 GIF = f"data:image/gif;base64,{encoded(gif_bytes(CLIP))}"
-JPEGS = ",".join(encoded(image_bytes(one, "JPEG")) for one in CLIP)
+JPEGS = ",".join(encoded(image_bytes(item, "JPEG")) for item in CLIP)
 
 
 def video(url: str = GIF, **more: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def image(**more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tokenizer, ImageInputs]]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tokenizer, ImageLoader]]:
     folder = make_tiny_vision("qwen2_vl", tmp_path_factory.mktemp("model"), weights=False)
     config = ServerConfig(
         limit_mm_per_prompt='{"image": 4, "video": 2}',
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tokenizer,
 
 
 @pytest.fixture
-async def rig(model: tuple[Tokenizer, ImageInputs]) -> AsyncIterator[Rig]:
+async def rig(model: tuple[Tokenizer, ImageLoader]) -> AsyncIterator[Rig]:
     tokenizer, images = model
     client = TalkingClient(vocab_size=328, max_model_len=512)
     client.reply_ids = [40, 41]
@@ -119,7 +119,7 @@ async def test_an_mp4_is_sent_or_fetched(rig: Rig) -> None:
     sent = await chat(rig, video(f"data:video/mp4;base64,{encoded(data)}"))
     assert rig.state.images is not None
     limits = {IMAGE: 4, VIDEO: 2}
-    rig.state.images = ImageInputs(VISION, rig.state.images.preprocessor, fetcher(), limits)
+    rig.state.images = ImageLoader(VISION, rig.state.images.preprocessor, fetcher(), limits)
     async with serving(lambda path: ok(data)) as (port, asked):
         fetched = await chat(rig, video(f"https://{HOST}:{port}/a.mp4"))
 

@@ -79,7 +79,7 @@ def test_channels_are_told_apart_wherever_the_text_is_cut(
     found = read_every_way(parser, text)
 
     assert found[:2] == (thought, answer)
-    assert [call[:2] for call in found[2]] == [["get_weather", one] for one in calls]
+    assert [call[:2] for call in found[2]] == [["get_weather", call] for call in calls]
     assert found[3] == []
 
 

@@ -44,21 +44,21 @@ async def embed(rig: Rig, given: Any, **fields: Any) -> httpx.Response:
 
 async def test_a_text_a_list_and_token_ids_have_the_same_vectors() -> None:
     async with in_memory(client()) as rig:
-        one = (await embed(rig, "hello")).json()
+        single = (await embed(rig, "hello")).json()
         many = (await embed(rig, ["hello", "world"])).json()
         tokens = (await embed(rig, [ids("world"), ids("hello")])).json()
         bare = (await embed(rig, ids("hello"))).json()
 
-    assert one["object"] == "list"
-    assert one["model"] == "demo"
-    assert one["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    assert single["object"] == "list"
+    assert single["model"] == "demo"
+    assert single["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
     assert [(entry["index"], entry["object"]) for entry in many["data"]] == [
         (0, "embedding"),
         (1, "embedding"),
     ]
     hello, world = expected("hello"), expected("world")
-    assert one["data"][0]["embedding"] == hello
-    assert bare["data"] == one["data"]
+    assert single["data"][0]["embedding"] == hello
+    assert bare["data"] == single["data"]
     assert [entry["embedding"] for entry in many["data"]] == [hello, world]
     assert [entry["embedding"] for entry in tokens["data"]] == [world, hello]
 
@@ -155,13 +155,13 @@ async def test_an_embedding_model_scores_by_cosine(names: tuple[str, str]) -> No
     first, second = names
     engine = client()
     async with in_memory(engine) as rig:
-        one = await rig.post("/v1/score", {first: "a", second: ["b", {"text": "a"}]})
+        answer = await rig.post("/v1/score", {first: "a", second: ["b", {"text": "a"}]})
         each = await rig.post("/score", {first: ["a", "b"], second: ["b", "b"]})
 
     a, b = (pooled(ids(text), EMBED, EMBEDDER)[0] for text in "ab")
-    assert [entry["score"] for entry in one.json()["data"]] == pytest.approx([a @ b, 1.0])
+    assert [entry["score"] for entry in answer.json()["data"]] == pytest.approx([a @ b, 1.0])
     assert [entry["score"] for entry in each.json()["data"]] == pytest.approx([a @ b, 1.0])
-    assert one.json()["usage"]["prompt_tokens"] == 3
+    assert answer.json()["usage"]["prompt_tokens"] == 3
     assert len(engine.queues) == 3 + 4
 
 
@@ -275,7 +275,7 @@ async def test_many_inputs_go_to_the_engine_some_at_a_time_and_come_back_in_orde
     def add(*args: Any, **kwargs: Any) -> ScriptedQueue:
         nonlocal most_open
         queue = engine_add(*args, **kwargs)
-        most_open = max(most_open, sum(not one.updates.empty() for one in engine.queues))
+        most_open = max(most_open, sum(not queue.updates.empty() for queue in engine.queues))
         return queue
 
     engine.add = add  # type: ignore[method-assign]

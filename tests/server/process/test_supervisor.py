@@ -108,7 +108,7 @@ def test_a_response_is_found_by_every_api_server(shared: LiveServer) -> None:
     body = {"input": "on", "max_output_tokens": 4, "previous_response_id": made["id"]}
     following = [shared.ask("/v1/responses", body) for _ in range(ROUNDS // 2)]
 
-    assert all(one == made for one in got)
+    assert all(entry == made for entry in got)
     assert all(answer.status_code == 200 for answer in following)
 
 

@@ -9,18 +9,20 @@ from server.process.watched_files import WatchedFiles
 
 
 def test_files_are_read_again_once_they_have_settled(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.write_text("1")
+    first, other = tmp_path / "one", tmp_path / "other"
+    first.write_text("1")
     other.write_text("1")
     read: list[str] = []
     watched = WatchedFiles(
-        [str(one), str(other)], "files", lambda: read.append(one.read_text() + other.read_text())
+        [str(first), str(other)],
+        "files",
+        lambda: read.append(first.read_text() + other.read_text()),
     )
     watched.poll()
     watched.poll()
     assert read == []
 
-    one.write_text("22")
+    first.write_text("22")
     watched.poll()
     other.write_text("33")
     watched.poll()

@@ -3,7 +3,7 @@
 import pytest
 from http_rig import in_memory
 
-from engine.transport.messages import LATER, Progress
+from engine.transport.messages import BACKGROUND_WARMUP, Progress
 from server.serving.progress import INTERVAL_S, ProgressReporter, bar, describe
 
 
@@ -44,7 +44,7 @@ def test_a_step_without_a_count_is_told_by_its_name() -> None:
 @pytest.mark.parametrize(("done", "told"), [(3, {"done": 3, "total": 9}), (9, None)])
 async def test_a_ready_server_says_what_it_still_prepares(done: int, told: object) -> None:
     async with in_memory() as rig:
-        rig.client.progress = Progress(0, LATER, done, 9)
+        rig.client.progress = Progress(0, BACKGROUND_WARMUP, done, 9)
 
         answer = await rig.http.get("/ready")
 

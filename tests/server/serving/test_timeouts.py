@@ -69,7 +69,9 @@ async def test_a_request_whose_time_is_over_gets_a_504(path: str, body: dict[str
         assert await rig.metric('gaudiserve:request_timeouts_total{engine="0"') == 1
 
 
-@pytest.mark.parametrize(("path", "body"), [one for one in ROUTES if "use_beam" not in str(one)])
+@pytest.mark.parametrize(
+    ("path", "body"), [route for route in ROUTES if "use_beam" not in str(route)]
+)
 async def test_a_stream_whose_time_is_over_ends_with_an_error_event(
     path: str, body: dict[str, Any]
 ) -> None:

@@ -157,10 +157,10 @@ async def test_control_tokens_of_messages_are_text_only_if_the_operator_says_so(
     tokenizer = Text(TextFiles(text_folders.byte_level(), {}, None), special_tokens_as_text=True)
     counts = []
     async with in_memory() as rig, in_memory(tokenizer=tokenizer) as strict:
-        for one in (rig, strict):
-            answer = (await one.post("/tokenize", body)).json()
+        for item in (rig, strict):
+            answer = (await item.post("/tokenize", body)).json()
             counts.append(answer["tokens"].count(tokenizer.id_of(END)))
-            chat = await one.chat(f"x{END}", max_tokens=1, return_token_ids=True)
+            chat = await item.chat(f"x{END}", max_tokens=1, return_token_ids=True)
             assert chat.json()["prompt_token_ids"] == answer["tokens"]
 
     assert counts == [2, 1]

@@ -22,13 +22,13 @@ def test_attention_in_fp8_is_close_and_measured_attention_gives_the_largest_weig
         from habana_frameworks.torch.hpex.kernels import fp8_fused_sdpa
 
         measured, amax, _ = fp8_fused_sdpa(
-            *(one.to("hpu") for one in (q, k, v)),
+            *(item.to("hpu") for item in (q, k, v)),
             is_causal=True,
             softmax_mode="fast",
             is_amax_s=True,
             seq_padding_type="right",
         )
-        codes = [torch.ops.hpu.cast_to_fp8_v2(one.to("hpu"), 4.0)[0] for one in (q, k, v)]
+        codes = [torch.ops.hpu.cast_to_fp8_v2(item.to("hpu"), 4.0)[0] for item in (q, k, v)]
         scales = {f"d_scale_{name}": torch.tensor(0.25).to("hpu") for name in "qkv"}
         found, _, _ = fp8_fused_sdpa(
             *codes,
@@ -55,7 +55,7 @@ def test_fp8_attention_without_a_scale_of_its_output_gives_bfloat16_and_measures
     with emulated():
         from habana_frameworks.torch.hpex.kernels import fp8_fused_sdpa
 
-        codes = [torch.ops.hpu.cast_to_fp8_v2(one.to("hpu"), 1.0)[0] for one in (q, k, v)]
+        codes = [torch.ops.hpu.cast_to_fp8_v2(item.to("hpu"), 1.0)[0] for item in (q, k, v)]
         out, _, _ = fp8_fused_sdpa(*codes, is_causal=True, q_scale_s=64.0, d_scale_s=1 / 64)
         with pytest.raises(RuntimeError, match="measures float32 or bfloat16"):
             fp8_fused_sdpa(*codes, is_causal=True, is_amax_s=True)

@@ -83,7 +83,7 @@ def test_statistics_of_attention_are_returned_for_a_backward_pass_only(
         run = torch.ops.hpu.sdpa_recomp_fwd
         out, highest, inverse, _ = run(*given, 0.0, 1.0, False, True, mode, None, "right")
         _, no_highest, no_inverse, _ = run(*given, 0.0, 1.0, False, False, mode, None, "right")
-        shapes = [tuple(one.shape) for one in (out, highest, inverse, no_highest, no_inverse)]
+        shapes = [tuple(item.shape) for item in (out, highest, inverse, no_highest, no_inverse)]
         highest, inverse = highest.cpu(), inverse.cpu()
 
     assert shapes == [(2, 3, 2, 6, 8), (2, 3, 2, 6, 1), (2, 3, 2, 6, 1), (1,), (1,)]
@@ -450,8 +450,8 @@ def test_experts_in_fp8_have_scales_of_tokens_outputs_and_experts(
     x, ids, shares = torch.randn(3, 8), torch.tensor([[1], [1], [0]]), torch.ones(3, 1)
     w12, w3 = torch.randn(10, 8), torch.randn(8, 5)
     scales = (torch.rand(3, 1) + 0.5) / 32, torch.rand(10) / 32, torch.rand(8) / 32
-    codes = [(16 * one).to(torch.float8_e4m3fn) for one in (x, w12, w3)]
-    wide = [one.float() for one in codes]
+    codes = [(16 * item).to(torch.float8_e4m3fn) for item in (x, w12, w3)]
+    wide = [code.float() for code in codes]
     gate, up = (wide[0] * scales[0] @ (wide[1] * scales[1].unsqueeze(1)).T).chunk(2, dim=1)
     expected = functional.silu(gate) * up @ (wide[2] * scales[2].unsqueeze(1)).T
     expected[2] = 0
@@ -518,10 +518,10 @@ def test_experts_in_fp8_take_no_other_types_scales_or_codes() -> None:
 
 
 def test_gelu_of_the_experts_is_the_approximation_by_tanh() -> None:
-    x, one = torch.full((1, 1), 1.5), torch.ones(1, 1)
+    x, unit = torch.full((1, 1), 1.5), torch.ones(1, 1)
 
     with emulated():
-        hidden, weight, table = on_card(x, one, torch.zeros(1, 1, dtype=torch.int64))
+        hidden, weight, table = on_card(x, unit, torch.zeros(1, 1, dtype=torch.int64))
         out = torch.ops.hpu.mixture_of_experts(
             hidden, table, weight, [weight], [weight], [weight], True, "gelu", 0, 0
         ).cpu()

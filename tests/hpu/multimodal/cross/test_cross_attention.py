@@ -51,7 +51,7 @@ def whole(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def pictures(whole: Any) -> list[tuple[bytes, Picture]]:
-    return [(b"%d" % i, one) for i, one in enumerate(prepare("mllama", whole, [0, 1, 2, 3]))]
+    return [(b"%d" % i, item) for i, item in enumerate(prepare("mllama", whole, [0, 1, 2, 3]))]
 
 
 @torch.inference_mode()
@@ -60,7 +60,9 @@ def expected(whole: Any, prompt: Prompt) -> np.ndarray:
     given: dict[str, Any] = {}
     if prompt.pictures:
         names = prompt.pictures[0].tensors
-        given = {n: torch.cat([one.tensors[n] for one in prompt.pictures], dim=1) for n in names}
+        given = {
+            n: torch.cat([picture.tensors[n] for picture in prompt.pictures], dim=1) for n in names
+        }
         given["cross_attention_mask"] = cross_attention_mask(prompt.tokens, prompt.pictures)
     ids = torch.tensor([prompt.tokens])
     logits = whole(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0]
@@ -76,10 +78,10 @@ def told(rig: WorkerRig, prompt: Prompt, chunk: int | None = None) -> np.ndarray
     pieces = []
     while (left := len(prompt.tokens) - rig.requests[0].computed) > 0:
         rig.prefill({0: left if chunk is None else min(chunk, left)})
-        pieces += [one for _, one in rig.step().prompt_logprobs]
+        pieces += [prompt_logprob for _, prompt_logprob in rig.step().prompt_logprobs]
     images.free_all()
     rig.free(0)
-    return np.concatenate([np.frombuffer(one.values, "<f4") for one in pieces])
+    return np.concatenate([np.frombuffer(piece.values, "<f4") for piece in pieces])
 
 
 def is_text(prompt: Prompt) -> np.ndarray:
@@ -105,13 +107,13 @@ def test_images_in_bfloat16(
 def test_each_token_sees_the_images_that_it_sees_in_transformers(
     chunk: int | None, folder: Path, whole: Any, pictures: list[tuple[bytes, Picture]]
 ) -> None:
-    one, two, three, four = pictures
+    item, two, three, four = pictures
     prompts = [
         write(text(1, 9)),
-        write(one, text(2, 6)),
+        write(item, text(2, 6)),
         write(text(1, 7), two, text(2, 6)),
         # Neighbours are seen together, and no longer once there is another image.
-        write(text(1, 4), one, two, text(3, 5), three, four, one, text(4, 6), two, text(5, 3)),
+        write(text(1, 4), item, two, text(3, 5), three, four, item, text(4, 6), two, text(5, 3)),
         write(text(6, 5), three),
     ]
     rig = WorkerRig(folder, images_per_request=6)
@@ -341,7 +343,7 @@ def test_a_plan_counts_what_layers_that_read_images_take(folder: Path, whole: An
         "graph_reserved": 0.4, "cross_images": 2, "max_prefill_batch": 1,
     }  # fmt: skip
 
-    with_images, without = (plan_card(one, CardDemand(**settings)) for one in (facts, text))
+    with_images, without = (plan_card(item, CardDemand(**settings)) for item in (facts, text))
 
     seen = 2 * 4 * 17
     assert with_images.activation_bytes - without.activation_bytes == (

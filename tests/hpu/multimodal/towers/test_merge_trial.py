@@ -15,7 +15,7 @@ from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import CpuBackend
 from hpu.multimodal.select import served_facts
-from hpu.multimodal.towers.merge_trial import why_not_merged
+from hpu.multimodal.towers.merge_trial import image_merge_error
 
 
 def read(name: str, folder: Path, architecture: str = "") -> ModelConfig:
@@ -31,7 +31,7 @@ def read(name: str, folder: Path, architecture: str = "") -> ModelConfig:
     "name", ["llava_onevision", "lighton_ocr", "idefics2", "got_ocr2", "llava"]
 )
 def test_rows_that_take_the_places_of_image_tokens_are_served(name: str, tmp_path: Path) -> None:
-    assert why_not_merged(read(name, tmp_path)) == ""
+    assert image_merge_error(read(name, tmp_path)) == ""
 
 
 def test_listed_models_have_no_trial(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_listed_models_have_no_trial(tmp_path: Path) -> None:
 def test_models_that_do_more_with_images_are_not_served(
     name: str, reason: str, tmp_path: Path
 ) -> None:
-    assert re.search(reason, why_not_merged(read(name, tmp_path)))
+    assert re.search(reason, image_merge_error(read(name, tmp_path)))
 
 
 def test_a_card_that_compiles_shapes_serves_its_text_and_says_why(

@@ -43,9 +43,9 @@ def test_a_tower_is_found_under_its_older_names(
     with safe_open(tmp_path / "model.safetensors", "pt") as file:  # type: ignore[no-untyped-call]  # theirs
         names = list(file.keys())
 
-    found = {weight_map.map_name(older(one)) for one in names}
+    found = {weight_map.map_name(older(name)) for name in names}
 
-    assert {one for one in found if not one.startswith(OUTSIDE)} == {
-        one.name for one in weight_map.entries()
+    assert {name for name in found if not name.startswith(OUTSIDE)} == {
+        entry.name for entry in weight_map.entries()
     }
-    assert sum(older(one) != one for one in names) == num_renamed
+    assert sum(older(name) != name for name in names) == num_renamed

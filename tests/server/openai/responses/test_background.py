@@ -193,9 +193,9 @@ async def test_as_many_run_as_the_store_holds() -> None:
         assert refused.status_code == 503 and "retry-after" in refused.headers
         await until(lambda: len(rig.state.active_requests) == 2)
         assert len(client.aborted) == 1
-        for one in running:
-            assert (await get(rig, one))["status"] in ("in_progress", "queued")
-            await rig.http.delete(f"{ROUTE}/{one['id']}")
+        for request in running:
+            assert (await get(rig, request))["status"] in ("in_progress", "queued")
+            await rig.http.delete(f"{ROUTE}/{request['id']}")
 
 
 async def test_a_kept_stream_that_outgrows_the_store_fails() -> None:
@@ -217,8 +217,8 @@ async def test_a_shutdown_ends_it_as_failed() -> None:
         first = await begun(rig)
         await until(lambda: rig.state.active_requests)
 
-        for one in list(rig.state.active_requests):
-            one.cancel("The server is shutting down.")
+        for item in list(rig.state.active_requests):
+            item.cancel("The server is shutting down.")
         await until(lambda: not rig.state.active_requests)
 
         failed = await get(rig, first)

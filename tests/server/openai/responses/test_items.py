@@ -66,14 +66,14 @@ def test_encrypted_reasoning_of_other_servers_is_ignored(given: object) -> None:
 def test_a_new_thought_begins_a_new_turn() -> None:
     made = messages(THOUGHT, CALL, RESULT, THOUGHT, SAID, THOUGHT, SAID)
 
-    assert [one["role"] for one in made] == ["assistant", "tool", "assistant", "assistant"]
-    assert all(one["reasoning_content"] == "Hm" for one in made if one["role"] == "assistant")
+    assert [item["role"] for item in made] == ["assistant", "tool", "assistant", "assistant"]
+    assert all(item["reasoning_content"] == "Hm" for item in made if item["role"] == "assistant")
 
 
 def test_what_was_said_behind_a_call_stands_before_its_result() -> None:
     made = messages(SAID, CALL, SAID, RESULT)
 
-    assert [one["role"] for one in made] == ["assistant", "tool"]
+    assert [item["role"] for item in made] == ["assistant", "tool"]
     assert made[0]["content"] == "YesYes"
 
 
@@ -83,7 +83,7 @@ def test_instructions_and_system_messages_behind_them_are_one() -> None:
     made = messages(*rules, instructions="First")
 
     assert made[0] == {"role": "system", "content": "First\n\ndeveloper\n\nsystem"}
-    assert [one["role"] for one in made] == ["system", "user", "system"]
+    assert [item["role"] for item in made] == ["system", "user", "system"]
 
 
 def test_a_call_that_was_cut_is_left_out() -> None:

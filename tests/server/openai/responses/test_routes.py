@@ -212,9 +212,9 @@ async def test_a_text_has_the_log_probabilities_of_its_own_tokens_alone() -> Non
         asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
         part = (await resolve_request(rig, tools=[WEATHER], **asked))["output"][1]["content"][0]
 
-        data = b"".join(bytes(one["bytes"]) for one in part["logprobs"])
+        data = b"".join(bytes(item["bytes"]) for item in part["logprobs"])
         assert data.decode() == part["text"] == "Ha ha <b> é."
-        assert all(len(one["top_logprobs"]) == 1 for one in part["logprobs"])
+        assert all(len(item["top_logprobs"]) == 1 for item in part["logprobs"])
 
 
 async def test_an_answer_cut_by_its_length_is_incomplete() -> None:
@@ -232,7 +232,7 @@ async def test_a_call_that_is_none_is_text_and_no_item() -> None:
         kinds = [item["type"] for item in events[-1]["response"]["output"]]
         assert kinds == ["message"]
         dones = [event for event in events if event["type"] == "response.output_item.done"]
-        assert [(one["item"]["type"], one["item"]["status"]) for one in dones] == [
+        assert [(done["item"]["type"], done["item"]["status"]) for done in dones] == [
             ("message", "completed")
         ]
 

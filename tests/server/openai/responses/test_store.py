@@ -132,7 +132,7 @@ async def test_a_conversation_outlives_its_first_responses_and_frees_every_byte(
     second = keep(store, "b", first.full_history)
     third = keep(store, "c", second.full_history)
 
-    texts = [one["text"].strip() for one in (third.full_history or third.input_history).items()]
+    texts = [item["text"].strip() for item in (third.full_history or third.input_history).items()]
 
     assert len(store) == 1
     assert texts == ["ask a", "say a", "ask b", "say b", "ask c", "say c"]

@@ -166,4 +166,4 @@ def test_a_call_that_is_cut_is_a_call() -> None:
 
     found = read_every_way(parser, f'{NS}<invoke name="book">{NS}<note>x', is_cut=True)
 
-    assert [json.dumps(one[:2]) for one in found[2]] == [json.dumps(["book", '{"note": "x'])]
+    assert [json.dumps(entry[:2]) for entry in found[2]] == [json.dumps(["book", '{"note": "x'])]

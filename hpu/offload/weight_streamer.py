@@ -1,4 +1,4 @@
-"""WeightRing: weights of decoder layers in host memory, double-buffered in device memory."""
+"""WeightStreamer: weights of decoder layers in host memory, double-buffered in device memory."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ def move_to_host(layer: nn.Module, backend: Backend) -> None:
             setattr(module, name, nn.Parameter(host, requires_grad=False))
 
 
-class WeightRing:
+class WeightStreamer:
     """Decoder layers whose filled parameters are in host memory. The layers' parameters become
     device tensors at fixed addresses, which captured graphs may read. Layers with even and odd
     numbers each share a set of tensors, which holds the weights of the layer that `require` or

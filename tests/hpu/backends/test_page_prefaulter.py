@@ -1,4 +1,4 @@
-"""PagesAhead: what has memory, by mincore."""
+"""PagePrefaulter: what has memory, by mincore."""
 
 import ctypes
 import mmap
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpu.backends import pages_ahead
-from hpu.backends.pages_ahead import PAGE_BYTES, PagesAhead
+from hpu.backends.page_prefaulter import PAGE_BYTES, PagePrefaulter
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 1 << 20
 AHEAD = 4
@@ -36,7 +36,10 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     monkeypatch.setattr(pages_ahead, "AHEAD_BYTES", 2 * AHEAD * BLOCK_BYTES)
     # An allocator may hand out memory that was used before.
     maps = [mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES) for _ in range(2)]
-    return [torch.frombuffer(one, dtype=torch.uint8).view(NUM_BLOCKS, BLOCK_BYTES) for one in maps]
+    return [
+        torch.frombuffer(mapping, dtype=torch.uint8).view(NUM_BLOCKS, BLOCK_BYTES)
+        for mapping in maps
+    ]
 
 
 def has_memory(cache: Tensor, block: int) -> bool:
@@ -58,7 +61,7 @@ def wait_for(caches: list[Tensor], block: int) -> None:
 
 def test_blocks_get_memory_ahead_of_their_use(caches: list[Tensor]) -> None:
     caches[0][1] = 7
-    pages = PagesAhead(caches, NUM_BLOCKS)
+    pages = PagePrefaulter(caches, NUM_BLOCKS)
     assert not has_memory(caches[1], 0)
     pages.start()
     try:
@@ -79,7 +82,7 @@ def test_blocks_get_memory_ahead_of_their_use(caches: list[Tensor]) -> None:
 
 
 def test_nothing_happens_while_a_step_runs(caches: list[Tensor]) -> None:
-    pages = PagesAhead(caches, NUM_BLOCKS)
+    pages = PagePrefaulter(caches, NUM_BLOCKS)
     with pages.step(0):
         pages.start()
         time.sleep(3 * pages_ahead.QUIET_S)
@@ -89,7 +92,7 @@ def test_nothing_happens_while_a_step_runs(caches: list[Tensor]) -> None:
 
 
 def test_close_before_the_start_and_twice(caches: list[Tensor]) -> None:
-    pages = PagesAhead(caches, NUM_BLOCKS)
+    pages = PagePrefaulter(caches, NUM_BLOCKS)
     pages.close()
     pages.close()
     assert not has_memory(caches[0], 0)

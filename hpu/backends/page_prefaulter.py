@@ -1,4 +1,4 @@
-"""PagesAhead: pre-faults host memory of the next KV cache blocks before a step writes them."""
+"""PagePrefaulter: pre-faults host memory of the next KV cache blocks before a step writes them."""
 
 import ctypes
 import logging
@@ -29,7 +29,7 @@ MADV_POPULATE_WRITE = 23
 Python's mmap module lacks the constant."""
 
 
-class PagesAhead:
+class PagePrefaulter:
     """Pre-faults pages of zeroed caches on a thread, while no step runs.
 
     A cache gets its memory page by page, when a block is first written. The kernel clears each

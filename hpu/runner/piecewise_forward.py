@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hpu.backends.base import Backend, Graph
 from hpu.layers.metadata import AttentionInputs
-from hpu.offload.weight_ring import WeightRing
+from hpu.offload.weight_streamer import WeightStreamer
 from hpu.runner.input_buffers import BaseInputBuffers
 
 Part = Callable[[Tensor, AttentionInputs], Tensor]
@@ -33,13 +33,13 @@ def _next_flat(
     return part(hidden, inputs.split(*tensors).context)
 
 
-class PartedForward:
+class PiecewiseForward:
     """Piecewise forward pass of a model. The weights of `ring` layers are copied to the device one
     part ahead of the launches that read them. Each part may be a graph; copies run between parts.
     """
 
     def __init__(
-        self, model: PartedModel, num_layers: int, ring: WeightRing, backend: Backend
+        self, model: PartedModel, num_layers: int, ring: WeightStreamer, backend: Backend
     ) -> None:
         """The first layer must be in the ring."""
         self._ring = ring
@@ -92,7 +92,7 @@ class PartedForward:
 class PartedGraph:
     """Graphs of all parts, replayed in order."""
 
-    def __init__(self, forward: PartedForward, graphs: Sequence[Graph]) -> None:
+    def __init__(self, forward: PiecewiseForward, graphs: Sequence[Graph]) -> None:
         self._forward = forward
         self._graphs = graphs
 

@@ -28,7 +28,7 @@ from engine.transport.messages import AddRequest
 from hpu.gaudi_devices import GIB
 from hpu.model_loader.size_estimate import layer_bytes
 from hpu.offload.host_layers import freed_bytes
-from hpu.offload.weight_ring import WeightRing
+from hpu.offload.weight_streamer import WeightStreamer
 from hpu.worker.load import LoadedModel
 
 NUM_LAYERS = 7
@@ -93,7 +93,7 @@ def loaded_of(core: EngineCore) -> LoadedModel:
     return loaded
 
 
-def ring_of(core: EngineCore) -> WeightRing:
+def ring_of(core: EngineCore) -> WeightStreamer:
     ring = loaded_of(core).weight_ring
     assert ring is not None
     return ring
