@@ -30,11 +30,12 @@ ENV PATH=/opt/gaudiserve/bin:$PATH \
     GAUDISERVE_HOST=0.0.0.0
 RUN useradd --create-home --uid 10001 --user-group gaudiserve \
     && install -d -o gaudiserve -g gaudiserve /cache
+COPY deploy/healthcheck.py /opt/
 USER gaudiserve
 WORKDIR /home/gaudiserve
 VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=6s --start-period=60s --retries=3 \
-    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/live', timeout=5)"]
+    CMD ["python3", "/opt/healthcheck.py"]
 ENTRYPOINT ["gaudiserve"]
 CMD ["serve"]

@@ -134,7 +134,7 @@ class LimitedWarning:
         every_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`text`: message with a single %d for the count."""
+        """`text`: message with placeholders for the arguments of `add`, then %d for the count."""
         self._logger = logger
         self._text = text
         self._every_s = every_s
@@ -142,14 +142,14 @@ class LimitedWarning:
         self._next_s = -float("inf")
         self.count = 0
 
-    def add(self) -> None:
+    def add(self, *arguments: object) -> None:
         """Increase the count, and log it unless the last line is less than `every_s` seconds
         old."""
         self.count += 1
         now_s = self._clock()
         if now_s >= self._next_s:
             self._next_s = now_s + self._every_s
-            self._logger.warning(self._text, self.count)
+            self._logger.warning(self._text, *arguments, self.count)
 
 
 def applied() -> LogConfig:

@@ -22,6 +22,15 @@ def usable_cores(root: Path = ROOT) -> int:
     return max(1, cores)
 
 
+def load_average(root: Path = ROOT) -> float | None:
+    """Mean number of threads that ran or waited for a core or a disk over the last minute; None if
+    unknown."""
+    try:
+        return float((root / "proc/loadavg").read_text().split()[0])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def usable_memory(root: Path = ROOT) -> tuple[int, int]:
     """(available, total) bytes: the machine's, within the limits of the process's control groups.
 

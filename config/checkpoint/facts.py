@@ -11,8 +11,8 @@ from config.checkpoint.gguf import read_entries
 from config.checkpoint.gguf_config import model_config
 from config.checkpoint.gguf_metadata import open_gguf
 from config.checkpoint.hf_overrides import merged, parse_overrides, with_overrides
-from config.checkpoint.hub import download_files, is_hub_id
-from config.checkpoint.resolve import no_such_model
+from config.checkpoint.hub import download_files
+from config.checkpoint.model_name import is_hub_id, no_such_model
 from config.checkpoint.safetensors_files import folder_shapes
 from config.checkpoint.shapes import check_shapes, model_shapes
 from config.checkpoint.weight_maps.text_part import UNLOADED

@@ -3,7 +3,6 @@ downloaded, and each error says what to do about it."""
 
 import errno
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,7 +24,6 @@ from config.checkpoint.safetensors_files import incomplete
 from config.errors import ConfigError
 from config.progress import Report, TenthLines, unreported
 
-_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _FACTS = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
 _WEIGHTS = ("*.safetensors",)
 _EXCLUDED = ("original/*", "onnx/*", "consolidated*")
@@ -45,12 +43,6 @@ _DISK_ERRORS = frozenset(
     )
 )
 """Errors of a folder that is full, read-only or not a folder."""
-
-
-def is_hub_id(model: str) -> bool:
-    """Whether `model` is a name on the hub (org/name). Names that look like a path or a GGUF file
-    do not count: a mistyped path must not be sent to the hub."""
-    return _ID.fullmatch(model) is not None and not model.lower().endswith(".gguf")
 
 
 def download_model(

@@ -7,7 +7,8 @@ from pathlib import Path
 from config.checkpoint.demo import NAMES, SAMPLING, fetch_demo
 from config.checkpoint.gguf import NO_SAMPLING, converted
 from config.checkpoint.hf_overrides import parse_overrides, with_overrides
-from config.checkpoint.hub import download_model, is_hub_id
+from config.checkpoint.hub import download_model
+from config.checkpoint.model_name import is_hub_id, no_such_model
 from config.checkpoint.safetensors_files import incomplete
 from config.errors import ConfigError
 from config.loading.env import cache_home
@@ -104,17 +105,6 @@ def _folder(
         )
         return str(folder)
     raise no_such_model(model)
-
-
-def no_such_model(model: str) -> ConfigError:
-    """The error for a name that is neither a local path nor a hub id."""
-    if model.startswith((".", "/", "~")) or model.lower().endswith(".gguf"):
-        mount = "; in a container, mount it by -v" if model.startswith("/") else ""
-        return ConfigError(f"no such file or folder: {model}{mount}")
-    return ConfigError(
-        f"no such file or folder: {model}; a model of the Hugging Face hub is named like org/name, "
-        f"the demo model {NAMES[0]!r}"
-    )
 
 
 def _checked(folder: Path, *, has_weights: bool) -> str:

@@ -75,7 +75,12 @@ class Parser(argparse.ArgumentParser):
             self._action_groups = groups
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(_OF_NUMBER.sub(r"\1 is ", message))
+        raise ConfigError(_OF_NUMBER.sub(r"--\1 is ", message))
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices and value not in action.choices:
+            allowed = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(action, f"is {value!r}, it must be one of {allowed}")
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
         """Like parse_args, but a single error names every wrong flag, with a similar flag."""

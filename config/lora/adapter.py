@@ -143,6 +143,13 @@ def read_adapter(folder: AdapterFolder, base: BaseModules) -> Adapter:
         return adapter
 
 
+def check_adapter(
+    folder: AdapterFolder, base: BaseModules, max_rank: int, extra_targets: tuple[str, ...]
+) -> None:
+    """Like read_adapter, but also checks the server's limits."""
+    _check_limits(read_adapter(folder, base), max_rank, extra_targets)
+
+
 def load_adapter(
     folder: AdapterFolder,
     base: BaseModules,

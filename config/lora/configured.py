@@ -1,13 +1,17 @@
 """Adapters of --lora-modules and --default-mm-loras: their folders, and what a server must reserve
 for them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from config.checkpoint.hub import download_files, is_hub_id
+from config.checkpoint.hub import download_files
+from config.checkpoint.model_name import is_hub_id
 from config.errors import ConfigError
-from config.lora.adapter import FILES, read_adapter
+from config.lora.adapter import FILES, check_adapter, read_adapter
 from config.lora.adapter_folder import CONFIG_FILE, AdapterFolder
 from config.lora.base_modules import BaseModules
+from config.model.read_config import read_model_config
 from config.params.lora import AUTO, EXTRA_TARGETS, LoRAConfig, NamedAdapter
 
 IMAGE_ADAPTER = "vision-lora"
@@ -35,6 +39,30 @@ def check_adapter_paths(config: LoRAConfig) -> None:
             )
 
 
+def check_adapters(config: LoRAConfig, checkpoint: str, download_dir: str | None = None) -> None:
+    """Raise ConfigError for an adapter that does not fit the checkpoint or the limits. Reads
+    settings and headers of the adapters. `download_dir`: as in configured_adapters."""
+    adapters = configured_adapters(config, download_dir)
+    if not adapters:
+        return
+    base = BaseModules(read_model_config(checkpoint))
+    targets = extra_targets(config, base, download_dir)
+    for adapter in adapters:
+        with naming(adapter):
+            folder = AdapterFolder(adapter.path, label=adapter.label)
+            check_adapter(folder, base, config.max_lora_rank, targets)
+
+
+@contextmanager
+def naming(adapter: NamedAdapter) -> Iterator[None]:
+    """Begin a ConfigError with the flag, the name and the path of an adapter."""
+    try:
+        yield
+    except ConfigError as error:
+        path = adapter.label or adapter.path
+        raise ConfigError(f"{_flag(adapter)} {adapter.name}={path}: {error}") from error
+
+
 def configured_adapters(
     config: LoRAConfig, download_dir: str | None = None
 ) -> tuple[NamedAdapter, ...]:
@@ -50,10 +78,8 @@ def _folder(adapter: NamedAdapter, download_dir: str | None) -> Path:
     folder = Path(adapter.path)
     if folder.exists() or not is_hub_id(adapter.path):
         return folder
-    try:
+    with naming(adapter):
         return download_files(adapter.path, None, download_dir, FILES)
-    except ConfigError as error:
-        raise ConfigError(f"an adapter of {_flag(adapter)}: {error}") from error
 
 
 def _flag(adapter: NamedAdapter) -> str:
@@ -68,9 +94,9 @@ def extra_targets(
     asked = config.lora_extra_targets
     if AUTO not in asked:
         return tuple(kind for kind in EXTRA_TARGETS if kind in asked)
-    adapters = [
-        read_adapter(AdapterFolder(adapter.path, label=adapter.label), base)
-        for adapter in configured_adapters(config, download_dir)
-    ]
-    found = {kind for adapter in adapters for kind in adapter.extra_targets}
+    found: set[str] = set()
+    for adapter in configured_adapters(config, download_dir):
+        with naming(adapter):
+            read = read_adapter(AdapterFolder(adapter.path, label=adapter.label), base)
+        found.update(read.extra_targets)
     return tuple(kind for kind in EXTRA_TARGETS if kind in found or kind in asked)

@@ -9,7 +9,7 @@ from config.fair_threads import FairThreads, client_of_task
 from config.lora.adapter import load_adapter
 from config.lora.adapter_folder import AdapterFolder
 from config.lora.base_modules import BaseModules
-from config.lora.configured import configured_adapters, extra_targets
+from config.lora.configured import configured_adapters, extra_targets, naming
 from config.lora.info import LoRAInfo
 from config.model.read_config import read_model_config
 from config.params.lora import NamedAdapter
@@ -39,7 +39,11 @@ class AdapterReader:
     def read_configured(self) -> list[LoRAInfo]:
         """The adapters of --lora-modules. Raises ConfigError."""
         adapters = configured_adapters(self._config.lora, self._config.download_dir)
-        return [self.read(adapter) for adapter in adapters]
+        infos = []
+        for adapter in adapters:
+            with naming(adapter):
+                infos.append(self.read(adapter))
+        return infos
 
     @cached_property
     def _base(self) -> BaseModules:

@@ -1,13 +1,14 @@
 """The report of `gaudiserve doctor`: host, packages, Gaudi, the device and mode of a server, and
 its cache folder. Imports no torch and opens no device."""
 
-import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from config.checkpoint.demo import NAMES
 from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.execution import EMULATED_RELEASE, RUNTIME_DISTRIBUTION, ModeChoice, choose_mode
@@ -18,7 +19,7 @@ from hpu.doctor.cards import Card
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.preflight import Preflight, has_sign_of_gaudi, preflight
 from hpu.doctor.software import RUNTIME, has_runtime, has_vendor_torch
-from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
+from hpu.host import has_fast_bfloat16, load_average, usable_cores, usable_memory
 
 PACKAGES = (
     "torch",
@@ -35,8 +36,9 @@ PACKAGES = (
     "habana-torch-plugin",
     "pyhlml",
 )
-
 """Packages whose versions are reported."""
+
+CACHE_REMEDY = "name another folder by --cache-dir"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def diagnose(machine: Machine, config: EngineConfig, cache_folder: str) -> Diagn
         device.append(_mode_finding(mode, contradiction, device_name))
     if device_name in ("hpu", "hpu-emulator"):
         device.append(_selftest(machine, config))
-    device.append(_cache(cache_folder))
+    device.append(_cache(cache_folder, config.model))
     return Diagnosis(
         config.device,
         device_name,
@@ -191,9 +193,22 @@ def _host(machine: Machine) -> tuple[Finding, ...]:
             "do not support"
         )
     return (
-        Finding(OK, "cores", f"{usable_cores(machine.root)} cores may be used"),
+        _cores(machine),
         Finding(OK, "memory", f"{bytes_text(free)} of {bytes_text(total)} of memory are free"),
         Finding(OK, "bfloat16", bfloat16),
+    )
+
+
+def _cores(machine: Machine) -> Finding:
+    cores, load = usable_cores(machine.root), load_average(machine.root)
+    if load is None or load <= cores:
+        return Finding(OK, "cores", f"{cores} cores may be used")
+    return Finding(
+        WARN,
+        "cores",
+        f"{cores} cores may be used, and the load average is {load:.1f}: a server would wait for "
+        "cores",
+        "end other processes, or allow this process more cores",
     )
 
 
@@ -202,16 +217,21 @@ def _packages(packages: dict[str, str | None]) -> tuple[Finding, ...]:
     return (Finding(OK, "packages", installed or "none of ours is installed"),)
 
 
-def _cache(folder: str) -> Finding:
-    """Check that the folder, or its nearest existing parent, is writable."""
+def _cache(folder: str, model: str) -> Finding:
+    """Check that files can be written to the folder, or to its nearest existing parent if the
+    folder does not exist."""
+    # A server needs the folder to store these models. It serves other models without the folder.
+    level = ERROR if model in NAMES or model.lower().endswith(".gguf") else WARN
     existing = Path(folder)
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        return Finding(
-            WARN, "cache folder", f"{folder} cannot be written to", "name another by --cache-dir"
-        )
-    free = shutil.disk_usage(existing).free
+    try:
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        # Permission bits are not enough: for root, all folders of /sys and /proc have them.
+        with tempfile.TemporaryFile(dir=existing):
+            free = shutil.disk_usage(existing).free
+    except OSError as error:
+        what = f"--cache-dir is {folder}, which cannot be written to ({existing}: {error.strerror})"
+        return Finding(level, "cache folder", what, CACHE_REMEDY)
     return Finding(OK, "cache folder", f"{folder}, {bytes_text(free)} left on its disk")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import time
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -47,6 +48,11 @@ GROWTH_BYTES_PER_S = 64 * 2**20
 than SLOW_STEP_S adds at most GROWTH_BYTES_PER_S times the excess time (measured)."""
 MAX_MESSAGE_CHARACTERS = 300
 MAX_MARKERS = 16
+_PATTERN_PROBLEM = re.compile(r"^error: (.+)$", re.MULTILINE)
+_LOOK_AROUND = re.compile(
+    r"^error: look-around|(?:^|\(in regex\): )lookarounds not supported", re.MULTILINE
+)
+"""Parts of the library's errors of a regular expression."""
 UNSPELLABLE = ("NoExtensionBias", "; forced bytes: got ")
 """Parts of the library's errors when no token spells the bytes that the grammar requires next."""
 
@@ -133,9 +139,8 @@ class Grammar:
         self.source = source or _SOURCES[spec.kind](spec.text, vocabulary)
         self._matcher = LLMatcher(vocabulary.tokens, self.source, log_level=0, limits=limits)
         if self._matcher.is_error():
-            raise _error(
-                f"the {spec.kind} cannot be compiled: {_reason(self._matcher.get_error())}"
-            )
+            reason = _reason(self._matcher.get_error(), has_lines=spec.kind == "grammar")
+            raise _error(f"the {spec.kind} cannot be compiled: {reason}")
         error = None if is_checked else self._probe(spec.kind)
         if error is not None:
             raise _error(f"the {spec.kind} cannot be compiled: {error}")
@@ -384,12 +389,18 @@ _SOURCES: dict[str, Callable[[str, Vocabulary], str]] = {
 }
 
 
-def _reason(error: str) -> str:
-    """The reason in a matcher's error message."""
+def _reason(error: str, *, has_lines: bool = False) -> str:
+    """The reason in a matcher's error message. `has_lines`: whether the source is a text whose
+    lines its author knows; only then the reason begins with the place of a wrong pattern."""
     message = _first_part(error)
     if any(words in message for words in UNSPELLABLE):
         return "this model's vocabulary has no token for what the grammar requires next"
-    return message
+    # The library quotes the pattern, which may be long, before it names the problem.
+    place = error.partition("invalid regex")[0] if has_lines else ""
+    if _LOOK_AROUND.search(error):
+        return f"{place}look-around is not supported, nor are \\b and \\B"
+    problems = _PATTERN_PROBLEM.findall(error)
+    return f"{place}{problems[-1]}" if problems else message
 
 
 def _first_part(message: str) -> str:

@@ -3,6 +3,7 @@
 Rejects schemas that the library would ignore in part, not enforce, or not finish compiling.
 """
 
+import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -51,6 +52,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 """Keywords that the library does not support, with the values that have no effect."""
 DRAFT_3_KEYWORDS = ("extends", "disallow", "divisibleBy")
 """Keywords that the library ignores like unknown keywords."""
+TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
 
 def prepare_schema(schema: Any) -> Any:
@@ -67,6 +69,7 @@ def _prepare(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     _check_num_properties(schema)
+    _check_types(schema)
     _check_number_bounds(schema)
     prepared = {}
     for keyword, value in schema.items():
@@ -170,6 +173,13 @@ def _check_num_properties(schema: dict[str, Any]) -> None:
     count = len(schema["properties"]) if isinstance(schema.get("properties"), dict) else 0
     if count > MAX_PROPERTIES:
         raise _refusal(f"an object has {count} properties, at most {MAX_PROPERTIES} are taken")
+
+
+def _check_types(schema: dict[str, Any]) -> None:
+    given = schema.get("type", [])
+    for name in given if isinstance(given, list) else [given]:
+        if name not in TYPES:
+            raise _refusal(f"type is {reprlib.repr(name)}, it must be one of {', '.join(TYPES)}")
 
 
 def _check_number_bounds(schema: dict[str, Any]) -> None:

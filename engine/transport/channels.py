@@ -272,13 +272,14 @@ class RouterSocket(Generic[Sent, Received]):
     def __init__(
         self,
         socket: "zmq.Socket[bytes]",
+        monitor: "zmq.Socket[bytes]",
         received: Any,
         num_peers: int,
         on_all: Callable[[], None],
         segments: SharedMemoryTransfers | None = None,
     ) -> None:
-        """`on_all` is called when `num_peers` peers have sent a message. `segments`: see
-        PairSocket."""
+        """`monitor`: receives _Admissions.EVENTS. `on_all` is called when `num_peers` peers have
+        sent a message. `segments`: see PairSocket."""
         self._socket = socket
         self._segments = segments
         self._encode = msgspec.msgpack.Encoder().encode
@@ -286,7 +287,8 @@ class RouterSocket(Generic[Sent, Received]):
         self._decode = msgspec.msgpack.Decoder(received).decode
         self._num_peers = num_peers
         self._on_all = on_all
-        self._monitor = _monitor(socket, socket.context, zmq.EVENT_DISCONNECTED)
+        self._monitor = monitor
+        self._admissions = _Admissions()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: dict[bytes, int] = {}
         """The descriptor of each peer's connection."""
@@ -302,8 +304,8 @@ class RouterSocket(Generic[Sent, Received]):
         on_rejected: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the callbacks on the running loop. `on_message`: for each message, with its peer.
-        `on_disconnect`: when a peer that has sent a message disconnects. `on_rejected`: when any
-        other connection ends (no token, or no message)."""
+        `on_disconnect`: when a peer that has sent a message disconnects. `on_rejected`: when a
+        connection without the token ends."""
         self._on_message = on_message
         self._on_disconnect = on_disconnect
         self._on_rejected = on_rejected
@@ -384,16 +386,23 @@ class RouterSocket(Generic[Sent, Received]):
         """Handle at most `most` monitor events; False when no event is left."""
         while most > 0 and not self._monitor.closed:
             try:
-                _, descriptor = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+                event, descriptor = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
                 return False
+            most -= 1
+            if event != zmq.EVENT_DISCONNECTED:
+                self._admissions.take(event)
+                continue
             peers = [peer for peer, fd in self._connections.items() if fd == descriptor]
             for peer in peers:
                 del self._connections[peer]
                 if self._segments is not None:
                     self._segments.forget(peer)
-            (self._on_disconnect if peers else self._on_rejected)()
-            most -= 1
+            is_rejected = self._admissions.take(event, was_admitted=bool(peers))
+            if peers:
+                self._on_disconnect()
+            elif is_rejected:
+                self._on_rejected()
         return most <= 0
 
 
@@ -470,11 +479,15 @@ class ZmqContext:
         message (0: never). Raises ConfigError when the address is not available."""
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        path = self._listen(socket, endpoint)
-        on_all = partial(_remove, path)
-        return RouterSocket(
-            socket, received, num_peers, on_all, SharedMemoryTransfers.beside(endpoint)
-        )
+        # Before the socket listens: the monitor must report every connection.
+        monitor = _monitor(socket, socket.context, _Admissions.EVENTS)
+        try:
+            on_all = partial(_remove, self._listen(socket, endpoint))
+        except ConfigError:
+            monitor.close(linger=0)
+            raise
+        segments = SharedMemoryTransfers.beside(endpoint)
+        return RouterSocket(socket, monitor, received, num_peers, on_all, segments)
 
     def close(self) -> None:
         """Wait until closed sockets have lingered. Close every channel before."""
@@ -582,24 +595,41 @@ class _RejectionCounter(_SocketThread):
         rejected: LimitedWarning,
     ) -> None:
         self._rejected = rejected
-        self._num_open = self._num_admitted = 0
-        events = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._admissions = _Admissions()
+        events = _Admissions.EVENTS
         super().__init__(_monitor(socket, _shadow(context), events), "rejections")
 
     def _take(self, frames: list[bytes]) -> None:
-        """Handle a monitor event. Events do not say whether an ended connection had been admitted;
-        it counts as rejected unless fewer connections are open than were admitted."""
         event, _ = _EVENT.unpack(frames[0])
+        if self._admissions.take(event):
+            self._rejected.add()
+
+
+class _Admissions:
+    """Counts of a listening socket's open and admitted connections, from its monitor's events."""
+
+    EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+    def __init__(self) -> None:
+        self._num_open = self._num_admitted = 0
+
+    def take(self, event: int, *, was_admitted: bool = False) -> bool:
+        """Count an event; returns whether it is the end of a rejected connection.
+
+        Events do not say whether an ended connection had been admitted. Unless `was_admitted`, the
+        connection counts as rejected if as many connections are open as were admitted.
+        """
         if event == zmq.EVENT_ACCEPTED:
             self._num_open += 1
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._num_admitted += 1
         elif event == zmq.EVENT_DISCONNECTED:
             self._num_open -= 1
-            if self._num_open < self._num_admitted:
+            if was_admitted or self._num_open < self._num_admitted:
                 self._num_admitted -= 1
-            else:
-                self._rejected.add()
+                return False
+            return True
+        return False
 
 
 def _shadow(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Context[zmq.Socket[bytes]]":

@@ -26,6 +26,7 @@ from hpu.distributed.process_groups import SINGLE_RANK, ProcessGroups, Ranks, ma
 from hpu.doctor.machine import distribution_version
 from hpu.lora.manager import LoRAManager
 from hpu.model_loader.offloaded_weights import OffloadedWeights, offload_weights
+from hpu.profiling.core_wait import CoreWait
 from hpu.profiling.diagnostics import CountsWork, Diagnostics
 from hpu.profiling.profiler import Profiler, Trace
 from hpu.protocol import (
@@ -93,6 +94,7 @@ class Worker:
         """Set if the device's runtime counts its work."""
         self._warmup: Warmup | None = None
         self._counters = Counters()
+        self._core_wait = CoreWait()
         self._in_flight: deque[AsyncStepOutput] = deque()
         self.on_loaded: Callable[[], None] = lambda: None
         """Called on another thread when `take_loaded` or `take_fetched` has a new result."""
@@ -117,11 +119,13 @@ class Worker:
         assert self._runner is not None, "submit before start"
         assert not (self._in_flight and self._in_flight[-1].deferred), "submit before mask"
         start = time.perf_counter()
+        self._core_wait.begin()
         try:
             with torch.inference_mode():
                 output = self._runner.submit(plan)
         except RuntimeError as error:
             self._raise(error)
+        self._core_wait.end()
         self._in_flight.append(output)
         if (trace := self._trace) is not None:
             trace.submitted(output, start)

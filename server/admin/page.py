@@ -83,6 +83,7 @@ def page_state(state: AppState) -> dict[str, Any]:
     return {
         "model": state.model_names[0],
         "models": [*state.model_names, *state.client.adapters],
+        "num_names": len(state.model_names),
         "version": state.version,
         "status": state.status,
         "progress": state.progress if state.status == "starting" else "",

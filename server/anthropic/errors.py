@@ -24,6 +24,7 @@ _WORDS = (
     ("stop has ", "stop_sequences has "),
     ("tool_choice is required", "tool_choice is any"),
     ("tool_choice to required", "tool_choice to any"),
+    ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
 )
 """Words of chat errors and their names in the Messages API: a request was converted to a chat."""

@@ -12,7 +12,7 @@ from functools import partial
 from importlib import import_module
 
 from config import log
-from config.engine import EXTERNAL_LAUNCHER
+from config.engine import EXTERNAL_LAUNCHER, EngineConfig
 from config.errors import CheckpointError, ConfigError, EngineDied
 from config.loading.env import disable_autoload, environment
 from config.loading.flags import FLAGS
@@ -20,6 +20,7 @@ from config.loading.parser import Parser, command_parser, server_parser
 from config.loading.sources import Loaded, load
 from config.loading.values import nearest
 from config.loading.vendor_variables import ignored_variables
+from config.server import ServerConfig
 from config.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -120,11 +121,26 @@ def _serve(argv: list[str]) -> int:
     log_spellings(loaded)
     if ignored := ignored_variables(environment()):
         logger.warning("Variables without effect: %s", _with_reasons(ignored))
+    check_early(loaded.engine, server)
     from server.cli.presets import with_preset
     from server.cli.selftest import with_selftest
     from server.cli.start import start
 
     return start(with_selftest(with_preset(loaded, argv), loaded).engine, server)
+
+
+def check_early(engine: EngineConfig, server: ServerConfig) -> None:
+    """Raise CheckpointError for a model that does not exist, and ConfigError for a port in use,
+    before the imports of the server, which take seconds."""
+    from config.checkpoint.model_name import check_model_name
+    from server.process.listening import bind_port
+
+    if server.uds is None and server.port and engine.data_parallel.has_api_servers:
+        bind_port(server.host, server.port, shared=False).close()
+    try:
+        check_model_name(engine.model)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def log_spellings(loaded: Loaded) -> None:

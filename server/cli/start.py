@@ -4,18 +4,17 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
 from config import log
-from config.checkpoint.demo import NAMES
+from config.checkpoint.model_name import default_names
 from config.checkpoint.resolve import resolve
 from config.checkpoint.tokenizer_bounds import check_tokenizer_file
 from config.engine import DUMMY, EngineConfig
 from config.errors import CheckpointError, ConfigError, EngineDied
 from config.loading.env import cache_home
-from config.lora.configured import check_adapter_paths
+from config.lora.configured import check_adapter_paths, check_adapters
 from config.progress import Report
 from config.server import ServerConfig
 from config.startup_checks import check_checkpoint, check_device, check_model_config
@@ -57,18 +56,6 @@ def start(engine: EngineConfig, server: ServerConfig) -> int:
     return run(engine, server, find)
 
 
-def default_names(model: str, adapters: Collection[str] = ()) -> tuple[str, ...]:
-    """Names of `model` in the API without --served-model-name. A path has two: itself, as vLLM
-    names the model, and its last part, unless that is the name of an adapter."""
-    if model in NAMES:
-        return NAMES
-    path = os.path.expanduser(model)
-    if not os.path.exists(path):
-        return (model,)
-    last = os.path.basename(os.path.abspath(path))
-    return (model,) if not last or last == model or last in adapters else (model, last)
-
-
 def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
     """Call `resolve_checkpoint` and turn ConfigError into CheckpointError."""
     try:
@@ -95,6 +82,7 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
         check=partial(check_model_config, engine),
     )
     check_checkpoint(engine, folder)
+    check_adapters(engine.lora, folder, engine.download_dir)
     if not server.skip_tokenizer_init:
         # Resolve and check the tokenizer here, with progress reports and before any process starts.
         # API servers find the tokenizer in the cache.

@@ -15,6 +15,7 @@ from server.multimodal.parts import place_images, take_media, with_image_texts
 from server.multimodal.processor import ProcessedImage
 from server.openai.answer_format import answer_format
 from server.openai.schema.chat import ChatBody, ChatPromptBody
+from server.openai.schema.structured import place_of
 from server.serving.job import ServingRequest, check_grammar, start_job
 from server.serving.prompts import encode_for_counting, encode_prompt
 from server.serving.state import AppState
@@ -139,7 +140,8 @@ async def start_chat(
     is_long = body.visible_tools or body.is_large
     answers = await asyncio.to_thread(make_format) if is_long else make_format()
     if answers.grammar is not None:
-        await check_grammar(state, request, answers.param, answers.grammar)
+        place = place_of(answers.param, body.response_format)
+        await check_grammar(state, request, answers.param, answers.grammar, place=place)
     return await start_job(
         state,
         request,

@@ -19,6 +19,7 @@ from server.http.json_encoder import encode_json
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.openai.chunks import CompletionChunks, echo_logprobs
 from server.openai.schema.completions import CompletionBody, numbers_of_ids
+from server.openai.schema.structured import place_of
 from server.serving.choices import (
     ChoiceOutput,
     TextLogprobs,
@@ -75,7 +76,8 @@ async def _start(state: AppState, request: Request) -> ServingRequest:
             log_prompt(record_of(request.scope), prompt.text or repr(prompt.token_ids))
     constraint = await body.on_thread_if_large(lambda: body.constraint)
     if constraint is not None:
-        await check_grammar(state, request, *constraint)
+        place = place_of(constraint[0], body.response_format)
+        await check_grammar(state, request, *constraint, place=place)
     return await start_job(
         state,
         request,

@@ -188,7 +188,7 @@ async function copyAs(snippet, name) {
     return hint(error.message);
   }
   const copied = await copy(snippet(new URL("v1", document.baseURI).href, body, hasKey()));
-  hint(copied ? `Copied as ${name}.` : "This browser does not let the page copy.");
+  hint(copied ? `Copied as ${name}.` : "This browser does not let the page copy: select the text and copy it.");
 }
 
 function drawModels() {
@@ -201,7 +201,11 @@ function drawModels() {
   byId("attach").hidden = !server.facts.takes_images;
   // Drawn anew only when it changed: the list may be open.
   if ([...choice.options].map((option) => option.value).join("\n") !== models.join("\n")) {
-    choice.replaceChildren(...models.map((model) => new Option(shortName(model), model)));
+    // The first names are names of the model, the others of adapters.
+    const isSame = (index) => index > 0 && index < server.facts.num_names;
+    choice.replaceChildren(
+      ...models.map((model, index) => new Option(`${shortName(model)}${isSame(index) ? " (same model)" : ""}`, model)),
+    );
   }
   choice.value = settings.model;
 }

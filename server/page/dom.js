@@ -36,6 +36,18 @@ export async function copy(text) {
     area.select();
     const copied = document.execCommand("copy");
     area.remove();
+    if (!copied) showText(text);
     return copied;
   }
+}
+
+// A dialog with a text that could not be copied, selected.
+function showText(text) {
+  const dialog = element("dialog", "", "text-dialog", { "aria-label": "Text to copy" });
+  const area = element("textarea", text, "", { readonly: "", rows: "16", cols: "60", "aria-label": "Text to copy" });
+  dialog.append(area, button("Close", "small", () => dialog.close()));
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+  area.select();
 }

@@ -6,6 +6,7 @@ import { show } from "./markdown.js";
 import { picture } from "./pictures.js";
 import { isEmpty } from "./stream.js";
 
+const WAITING = "Waiting for the first token";
 const NOTES = {
   stopped: () => "You stopped this answer.",
   repeats: () => "The answer repeated itself, so the page ended it. Retry, raise the temperature, or turn this off in Settings.",
@@ -36,7 +37,8 @@ export class AnswerView {
   constructor(answer, retry) {
     this.answer = answer;
     this.root = element("article", "", "message assistant", { "aria-label": "Answer" });
-    this.waiting = element("p", "Waiting for the first token", "quiet waiting");
+    this.waiting = element("p", WAITING, "quiet waiting");
+    this.timer = null;
     this.reasoning = folded("Reasoning");
     this.text = element("div", "", "markdown");
     this.calls = element("div", "", "calls");
@@ -51,7 +53,9 @@ export class AnswerView {
   update(isOpen) {
     const { answer } = this;
     this.root.classList.toggle("open", isOpen);
-    this.waiting.hidden = !isOpen || answer.stats !== null;
+    const isWaiting = isOpen && answer.stats === null;
+    this.waiting.hidden = !isWaiting;
+    this.#countSeconds(isWaiting);
     this.reasoning.root.hidden = !answer.reasoning;
     this.reasoning.title.textContent = isOpen && !answer.content ? "Reasoning …" : "Reasoning";
     this.reasoning.body.textContent = answer.reasoning;
@@ -61,6 +65,20 @@ export class AnswerView {
     this.note.hidden = !this.note.textContent;
     this.stats.textContent = statsText(answer.stats);
     this.foot.hidden = isOpen && answer.stats === null;
+  }
+
+  // Shows every second how long the answer has been waited for.
+  #countSeconds(isWaiting) {
+    if (!isWaiting) {
+      clearInterval(this.timer);
+      this.timer = null;
+    }
+    if (!isWaiting || this.timer) return;
+    const start = performance.now();
+    this.timer = setInterval(() => {
+      if (!this.root.isConnected) return clearInterval(this.timer);
+      this.waiting.textContent = `${WAITING}, ${count(Math.round((performance.now() - start) / 1000))} s`;
+    }, 1000);
   }
 
   // Kept elements stay open if the reader opened them.

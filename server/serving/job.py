@@ -294,9 +294,12 @@ def tenant_of(state: AppState, record: RequestRecord) -> int:
     return int(record.owner[:15], 16)
 
 
-async def check_grammar(state: AppState, request: Request, field: str, spec: GrammarSpec) -> None:
+async def check_grammar(
+    state: AppState, request: Request, field: str, spec: GrammarSpec, *, place: str
+) -> None:
     """Compile the grammar of `field` in the engine, so that its errors are reported before the
-    response begins. Raises UserError, Overloaded and ClientGone."""
+    response begins. `place`: path of the grammar in the body, for errors. Raises UserError,
+    Overloaded and ClientGone."""
     record = record_of(request.scope)
     call = state.client.control(
         COMPILE_GRAMMAR,
@@ -307,7 +310,7 @@ async def check_grammar(state: AppState, request: Request, field: str, spec: Gra
         with CancelOnDisconnect(request.receive):
             await asyncio.wait_for(call, GRAMMAR_TIMEOUT_S)
     except UserError as error:
-        raise UserError(error.message, param=field) from None
+        raise UserError(f"{place}: {error.message}", param=field) from None
     except asyncio.TimeoutError:
         raise Overloaded(
             f"the {spec.kind} waited {GRAMMAR_TIMEOUT_S:g} s for others to be compiled"

@@ -156,6 +156,16 @@ def test_a_limited_warning_is_logged_once_a_minute_with_the_number(
     assert warning.count == 6
 
 
+def test_a_limited_warning_has_the_arguments_of_the_event_before_the_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warning = log.LimitedWarning(logging.getLogger("x"), "%.1f s (%d so far)", clock=lambda: 0.0)
+
+    warning.add(2.5)
+
+    assert caplog.messages == ["2.5 s (1 so far)"]
+
+
 def test_libraries_that_reset_their_levels_log_no_less_than_warnings(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,7 +169,8 @@ def test_an_image_has_no_test_tool_and_starts_the_server_as_its_user(name: str) 
     assert json.loads(last["CMD"]) == ["serve"]
     # A chart replaces CMD by flags alone.
     assert "GAUDISERVE_HOST=0.0.0.0" in image(name)
-    assert "/live" in last["HEALTHCHECK"]
+    assert 'CMD ["python3", "/opt/healthcheck.py"]' in last["HEALTHCHECK"]
+    assert "COPY deploy/healthcheck.py /opt/\n" in image(name)
     assert last["EXPOSE"] == "8000"
     assert [word for word, _ in steps].count("FROM") == 2
 

@@ -157,6 +157,36 @@ def test_an_answer_has_tokens_speed_and_time_to_first_token(page: Page, server: 
     assert 0 < float(speed) <= 50
 
 
+def test_the_seconds_before_the_first_token_are_counted(page: Page, server: PageServer) -> None:
+    server.answer(LONG, pace_s=2.5)
+    send(page, "Slow?")
+
+    expect(page.locator(".waiting")).to_have_text(
+        re.compile(r"^Waiting for the first token, [12] s")
+    )
+
+
+def test_a_second_name_of_the_model_is_marked(page: Page) -> None:
+    texts = page.locator("#model-choice option").all_inner_texts()
+
+    assert texts == ["demo", "org/demo (same model)"]
+
+
+def test_a_text_that_cannot_be_copied_is_shown(page: Page) -> None:
+    page.evaluate(
+        """() => {
+            navigator.clipboard.writeText = () => Promise.reject(new Error("no"));
+            document.execCommand = () => false;
+        }"""
+    )
+    page.click("#copy-curl")
+
+    shown = page.locator(".text-dialog textarea")
+    expect(shown).to_have_value(re.compile("^curl http"))
+    page.keyboard.press("Escape")
+    expect(shown).to_have_count(0)
+
+
 def test_a_stopped_answer_stays_and_can_be_retried(page: Page, server: PageServer) -> None:
     sent = bodies(page)
     server.answer(LONG, "Second.", pace_s=0.01)

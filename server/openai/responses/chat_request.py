@@ -32,6 +32,7 @@ _FIELD_NAMES = {
 _MESSAGE_WORDS = (
     ("].function", "]"),
     ("reasoning_effort", "reasoning.effort"),
+    ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
 )
 """Words of chat error messages and their replacements in this API."""

@@ -51,6 +51,16 @@ def spec_of(
     return fields[0] if fields else None
 
 
+def place_of(field: str, response_format: Mapping[str, Any] | None) -> str:
+    """Path of the grammar that `field` sets, for errors."""
+    if field == "tools":
+        return "the parameters of a tool"
+    if field == "response_format" and response_format:
+        path = {"json_schema": ".json_schema.schema", "json_object": ".schema"}
+        return field + path.get(str(response_format.get("type")), "")
+    return field
+
+
 def spec_of_schema(field: str, schema: Mapping[str, Any]) -> GrammarSpec:
     """The grammar of a JSON schema from `field`; errors name `field`."""
     spec = _spec_for(field, {"json": dict(schema)})

@@ -232,4 +232,4 @@ def test_an_adapter_of_the_hub_is_downloaded_and_a_folder_is_not(
     assert Path(folder).is_relative_to(tmp_path / "cache")
     assert hub.names("org/sql") == sorted(files)
     assert (found, typo) == (str(own), "adapters/sql")
-    assert error.startswith("an adapter of --lora-modules: 'org/gone' is gated or private")
+    assert error.startswith("--lora-modules gone=org/gone: 'org/gone' is gated or private")

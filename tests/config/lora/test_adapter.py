@@ -20,7 +20,7 @@ from config.lora.adapter import load_adapter as load
 from config.lora.adapter import read_adapter as read
 from config.lora.adapter_folder import AdapterFolder
 from config.lora.base_modules import BaseModules
-from config.lora.configured import extra_targets
+from config.lora.configured import check_adapters, extra_targets
 from config.lora.peft_config import PeftConfig
 from config.model.read_config import read_model_config
 from config.params.lora import LoRAConfig, NamedAdapter
@@ -433,6 +433,28 @@ def test_a_missing_folder(base: BaseModules, tmp_path: Path) -> None:
         read_adapter(tmp_path / "pipe", base)
     with pytest.raises(ConfigError, match="nowhere is not there"):
         read_adapter(tmp_path / "nowhere", base)
+
+
+def test_an_adapter_that_does_not_fit_is_named_with_its_flag_before_the_start(
+    base_folder: Path, tmp_path: Path
+) -> None:
+    fits = write_adapter(tmp_path / "fits", base_folder)
+    wide = write_adapter(tmp_path / "wide", base_folder, rank=32)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+
+    def check(*modules: str) -> None:
+        check_adapters(LoRAConfig(enable_lora=True, lora_modules=modules), str(base_folder))
+
+    check(f"a={fits}")
+    with pytest.raises(ConfigError) as refused:
+        check(f"a={fits}", f"b={wide}")
+    with pytest.raises(ConfigError, match=f"^--lora-modules c={empty}: {empty} has no adapter_"):
+        check(f"c={empty}")
+
+    assert str(refused.value) == (
+        f"--lora-modules b={wide}: {wide}/adapter_config.json has rank 32, --max-lora-rank is 16"
+    )
 
 
 def test_limits_of_the_server(base: BaseModules, base_folder: Path, tmp_path: Path) -> None:

@@ -123,13 +123,49 @@ def test_nothing_serves_without_torch(plain: GaudiMachine) -> None:
     assert as_text(found).endswith("cannot run here.")
 
 
-def test_a_cache_folder_that_takes_no_files_is_a_hint(plain: GaudiMachine) -> None:
+@pytest.mark.parametrize(("model", "can_serve"), [("m", True), ("demo", False), ("a.gguf", False)])
+def test_a_cache_folder_that_takes_no_files_stops_models_that_it_would_hold(
+    plain: GaudiMachine, model: str, can_serve: bool
+) -> None:
     plain.write("a-file", "")
+    folder = str(plain.root / "a-file/cache")
 
-    found = diagnose(plain.seen(), EngineConfig("m"), str(plain.root / "a-file"))
+    found = diagnose(plain.seen(), EngineConfig(model), folder)
+
+    assert found.can_serve == can_serve
+    assert f"--cache-dir is {folder}, which cannot be written to ({plain.root}/a-file: " in as_text(
+        found
+    )
+
+
+def test_a_cache_folder_on_a_file_system_without_new_files_cannot_be_written(
+    plain: GaudiMachine,
+) -> None:
+    found = diagnose(plain.seen(), EngineConfig("demo"), "/proc/x")
+
+    assert not found.can_serve
+    assert "error --cache-dir is /proc/x, which cannot be written to (/proc: " in as_text(found)
+
+
+def test_the_check_of_the_cache_folder_leaves_no_file(plain: GaudiMachine, tmp_path: Path) -> None:
+    parent = tmp_path / "parent"
+    parent.mkdir()
+
+    found = diagnose(plain.seen(), EngineConfig("demo"), str(parent / "cache/below"))
 
     assert found.can_serve
-    assert "a-file cannot be written to\n        name another by --cache-dir" in as_text(found)
+    assert not list(parent.iterdir())
+
+
+def test_a_load_above_the_cores_is_a_warning(plain: GaudiMachine) -> None:
+    plain.write("proc/loadavg", "0.00 5.00 5.00 1/100 4711\n")
+    idle = as_text(examined(plain))
+    plain.write("proc/loadavg", "9999.25 5.00 5.00 1/100 4711\n")
+    busy = examined(plain)
+
+    assert "load average" not in idle
+    assert busy.can_serve
+    assert "cores may be used, and the load average is 9999.2: a server would" in as_text(busy)
 
 
 def test_the_json_holds_what_the_text_says(gaudi: GaudiMachine) -> None:

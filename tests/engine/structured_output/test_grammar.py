@@ -75,6 +75,43 @@ def test_a_schema_that_cannot_be_enforced_is_refused(vocabulary: Vocabulary, sch
         compiled(vocabulary, json=schema)
 
 
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"regex": "(?=a)b"}, "look-around is not supported, nor are \\b and \\B"),
+        ({"regex": "(?<!a)b" + "c" * 400}, "look-around is not supported, nor are \\b and \\B"),
+        ({"regex": r"a\b"}, "look-around is not supported, nor are \\b and \\B"),
+        ({"regex": "(look-around"}, "unclosed group"),
+        ({"regex": r"(a)\1"}, "backreferences are not supported"),
+        ({"json": {"pattern": "(?=a)b"}}, "look-around is not supported, nor are \\b and \\B"),
+        (
+            {"grammar": 'start: "x" A\nA: /(?=a)b/'},
+            "at 2(4): look-around is not supported, nor are \\b and \\B",
+        ),
+        (
+            {"json": {"properties": {"a": {"type": "objekt"}}}},
+            "type is 'objekt', it must be one of string, number, integer, boolean, object, array, "
+            "null",
+        ),
+        ({"json": {"type": ["string", 5]}}, "type is 5, it must be one of string, number, integer"),
+    ],
+)
+def test_a_refusal_is_the_reason_without_the_parsers_drawing(
+    vocabulary: Vocabulary, asked: dict[str, Any], reason: str
+) -> None:
+    (kind,) = asked
+
+    with pytest.raises(UserError) as refused:
+        compiled(vocabulary, **asked)
+
+    assert refused.value.message.startswith(f"the {kind} cannot be compiled: {reason}")
+    assert "\n" not in refused.value.message
+
+
+def test_a_property_may_be_named_type(vocabulary: Vocabulary) -> None:
+    compiled(vocabulary, json={"properties": {"type": {"type": ["string", "null"]}}})
+
+
 def test_the_page_says_what_is_enforced_and_what_is_refused(vocabulary: Vocabulary) -> None:
     page = (Path(__file__).parents[3] / "docs/structured-output.md").read_text(encoding="utf-8")
     lines = re.findall(r"^\| `(\{.*\})` \| (enforced|taken|refused)", page, re.MULTILINE)

@@ -28,7 +28,7 @@ from strangers import all_strangers, connect_and_leave, connected, counting, for
 from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
 from engine.transport import channels as wire
-from engine.transport.channels import Waiter, ZmqContext, endpoint
+from engine.transport.channels import ConnectionWatch, Waiter, ZmqContext, endpoint
 from engine.transport.messages import Finish, FromEngine, Hello, Ready, StepOutput, ToEngine
 from hpu.protocol import FromWorker, StepPlan, ToWorker, WarmupProgress
 
@@ -86,6 +86,28 @@ async def test_strangers_that_are_first_do_not_keep_the_engine_or_its_worker_out
         assert await eventually(lambda: process.num_fds() <= files + 4, 5)
     warnings = [record for record in caplog.records if "launcher's token" in record.getMessage()]
     assert len(warnings) == 1 and warnings[0].levelno == logging.WARNING
+
+
+async def test_an_engine_that_ends_before_it_sends_a_message_is_no_stranger(
+    zmq_context: ZmqContext, tmp_path: Path
+) -> None:
+    address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
+    client = ZmqClient(
+        address, 0, QueueLimits(max_requests=10, max_prompt_tokens=1000), token=TOKEN
+    )
+    await client.start()
+    rejected = counting(client.on_rejected_peer)
+    watches: list[ConnectionWatch] = []
+    line = zmq_context.connect_dealer(address, "0.in", ToEngine, watches)
+    assert await eventually(lambda: True in watches[0].changes(), 5)
+    watches[0].close()
+    line.close()
+    connected(path).close()
+
+    assert await eventually(lambda: rejected() >= 1, 5)
+    await asyncio.sleep(0.05)
+    assert rejected() == 1
+    await client.close()
 
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])

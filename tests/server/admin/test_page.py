@@ -129,7 +129,7 @@ async def test_the_figures_need_the_key_and_hold_no_text() -> None:
         assert "secret" not in told.text and "the answer" not in told.text
         state = json.loads(told.text)
         assert (state["model"], state["status"]) == ("demo", "ready")
-        assert state["models"] == ["demo", "org/demo"]
+        assert (state["models"], state["num_names"]) == (["demo", "org/demo"], 2)
         (recent,) = state["recent"]
         assert recent["route"] == "/v1/chat/completions" and recent["end"] == "stop"
         assert 0 <= recent["ttft_s"] <= recent["seconds"]
@@ -149,7 +149,8 @@ async def test_the_page_knows_the_adapters() -> None:
     async with in_memory() as rig:
         rig.client.adapters["chess"] = LoRAInfo("chess", "/adapters/chess", "digest", 8, 1024)
 
-        assert (await rig.http.get("/page/state")).json()["models"][-1] == "chess"
+        state = (await rig.http.get("/page/state")).json()
+        assert state["models"][state["num_names"] :] == ["chess"]
 
 
 async def test_recent_requests_are_bounded() -> None:

@@ -1,14 +1,18 @@
 """server/cli/main.py: output, exit statuses, and that no heavy module is imported."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from config.engine import EngineConfig
+from config.errors import ConfigError
+from config.server import ServerConfig
 from config.version import VERSION
-from server.cli.main import main
+from server.cli.main import check_early, main
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,7 +53,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["buckets", "show", "--trafic", "x"], "did you mean --traffic?"),
         (["buckets", "show", "--traffic", "/no/such"], "/no/such cannot be read"),
         (["buckets", "show", "--seconds-per-graph", "0"], "must be above 0"),
-        (["serve", "--device", "hpu"], "habana_frameworks, the runtime of Gaudi, is not installed"),
+        (
+            ["serve", "--device", "hpu", "--port", "0"],
+            "habana_frameworks, the runtime of Gaudi, is not installed",
+        ),
         (["selftest", "--device", "cpu"], "the self-test needs a Gaudi card"),
         (["selftest", "--device", "hpu"], "this Python has no habana_frameworks"),
         (["selftest", "--fast"], "--fast is no flag of gaudiserve selftest"),
@@ -167,23 +174,31 @@ def test_the_command_line_never_loads_torch_or_a_web_framework() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_model_that_is_not_there_is_one_line_and_status_2() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "server.cli.main",
-        "serve",
-        "/no/such/model.gguf",
-        "--port=0",
-    ]
+def test_a_model_that_is_not_there_is_one_line_before_slow_imports() -> None:
+    code = (
+        "import sys; from server.cli.main import main;"
+        "status = main(['serve', '/no/such/model.gguf', '--port=0']);"
+        "slow = ('huggingface_hub', 'zmq', 'fastapi', 'engine.core.loop');"
+        "print(status, [name for name in slow if name in sys.modules])"
+    )
 
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
 
-    assert done.returncode == 1
+    assert done.stdout == "1 []\n", done.stderr
     said = (
         "gaudiserve: no such file or folder: /no/such/model.gguf; in a container, mount it by -v\n"
     )
     assert done.stderr == said
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_resolved() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        with pytest.raises(ConfigError, match=f"^cannot listen on 127.0.0.1:{port}: .*--port$"):
+            check_early(EngineConfig("./nosuch"), ServerConfig(host="127.0.0.1", port=port))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_what_does_not_fit_ends_with_status_1(
         (["--lengths", "2000;8000"], "must be numbers with commas between"),
         (["--lengths", "513"], "between 1 and --max-model-len, 512"),
         (["--card-gib", "0"], "card-gib is 0, it must be above 0"),
-        (["--device", "gaudi1"], "invalid choice: 'gaudi1'"),
+        (["--device", "gaudi1"], "--device is 'gaudi1', it must be one of gaudi2, gaudi3"),
         (["--max-model-len", "1K"], "--max-model-len is 1024, the checkpoint was made for 512"),
     ],
 )

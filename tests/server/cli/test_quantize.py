@@ -27,7 +27,7 @@ def data(tmp_path: Path) -> Path:
         ("--to awq --all-layers --data {folder}/data.txt", "--to awq quantizes all layers anyway"),
         ("--to int4 --data {folder}/none.txt", "{folder}/none.txt is no file"),
         ("--to int4 -o {folder}", "--output {folder} exists and is no empty folder"),
-        ("--to int3", "argument --to: invalid choice: 'int3'"),
+        ("--to int3", "--to is 'int3', it must be one of "),
         (
             "--to int4",
             "llmcompressor is not installed here: `pip install '.[cpu,quantize]'` in the clone",

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from config.checkpoint.model_name import default_names
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.params.lora import LoRAConfig
@@ -49,11 +50,11 @@ def test_a_path_has_its_last_part_as_a_second_name(
     folder.mkdir()
     monkeypatch.chdir(folder)
 
-    assert start.default_names(str(folder)) == (str(folder), "llama")
-    assert start.default_names(f"{folder}/") == (f"{folder}/", "llama")
-    assert start.default_names(".") == (".", "llama")
-    assert start.default_names("../llama") == ("../llama", "llama")
-    assert start.default_names("org/llama") == ("org/llama",)
-    assert start.default_names("/") == ("/",)
-    assert start.default_names(str(folder), {"llama"}) == (str(folder),)
-    assert start.default_names("demo") == ("demo", "SmolLM2-135M-Instruct")
+    assert default_names(str(folder)) == (str(folder), "llama")
+    assert default_names(f"{folder}/") == (f"{folder}/", "llama")
+    assert default_names(".") == (".", "llama")
+    assert default_names("../llama") == ("../llama", "llama")
+    assert default_names("org/llama") == ("org/llama",)
+    assert default_names("/") == ("/",)
+    assert default_names(str(folder), {"llama"}) == (str(folder),)
+    assert default_names("demo") == ("demo", "SmolLM2-135M-Instruct")

@@ -134,6 +134,52 @@ async def test_what_is_wrong_is_a_400_that_names_its_field_before_a_stream_begin
     assert client.queues == []
 
 
+class RefusingClient(TalkingClient):
+    async def control(self, name: str, **arguments: Any) -> Any:
+        raise UserError("the json cannot be compiled: why")
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "place"),
+    [
+        ("chat/completions", json_schema(schema=SCHEMA), "response_format.json_schema.schema"),
+        ("completions", json_schema(schema=SCHEMA), "response_format.json_schema.schema"),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            "response_format.schema",
+        ),
+        ("chat/completions", {"guided_json": SCHEMA}, "guided_json"),
+        (
+            "chat/completions",
+            {"tools": [TOOL], "tool_choice": "required"},
+            "the parameters of a tool",
+        ),
+        (
+            "responses",
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+            "text.format.schema",
+        ),
+    ],
+)
+async def test_a_grammar_that_cannot_be_compiled_is_named_by_its_path(
+    path: str, fields: dict[str, Any], place: str
+) -> None:
+    prompts = {
+        "completions": {"prompt": "x"},
+        "responses": {"input": "x"},
+        "chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    }
+    async with in_memory(RefusingClient()) as rig:
+        answer = await rig.post(f"/v1/{path}", {**prompts[path], **fields})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"{place}: the json cannot be compiled: why"
+
+
 async def test_a_grammar_that_waits_for_too_long_is_told_to_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,0 +1,48 @@
+"""Names of models: paths, ids of the Hugging Face hub, and the demo model. Imports no library, so
+that a command can refuse a wrong name before it imports its other modules."""
+
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from config.checkpoint.demo import NAMES
+from config.errors import ConfigError
+
+_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether `model` is a name on the hub (org/name). Names that look like a path or a GGUF file
+    do not count: a mistyped path must not be sent to the hub."""
+    return _ID.fullmatch(model) is not None and not model.lower().endswith(".gguf")
+
+
+def check_model_name(model: str) -> None:
+    """Raise ConfigError for a name that is neither the demo model, a local path nor a hub id."""
+    exists = Path(os.path.expanduser(model)).exists()
+    if not (model in NAMES or exists or is_hub_id(model)):
+        raise no_such_model(model)
+
+
+def no_such_model(model: str) -> ConfigError:
+    """The error for a name that is neither a local path nor a hub id."""
+    if model.startswith((".", "/", "~")) or model.lower().endswith(".gguf"):
+        mount = "; in a container, mount it by -v" if model.startswith("/") else ""
+        return ConfigError(f"no such file or folder: {model}{mount}")
+    return ConfigError(
+        f"no such file or folder: {model}; a model of the Hugging Face hub is named like org/name, "
+        f"the demo model {NAMES[0]!r}"
+    )
+
+
+def default_names(model: str, adapters: Collection[str] = ()) -> tuple[str, ...]:
+    """Names of `model` in the API without --served-model-name. A path has two: itself, as vLLM
+    names the model, and its last part, unless that is the name of an adapter."""
+    if model in NAMES:
+        return NAMES
+    path = os.path.expanduser(model)
+    if not os.path.exists(path):
+        return (model,)
+    last = os.path.basename(os.path.abspath(path))
+    return (model,) if not last or last == model or last in adapters else (model, last)
