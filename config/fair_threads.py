@@ -14,7 +14,7 @@ from config.errors import Overloaded
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_Call = tuple["Future[Any]", Callable[[], Any]]
+_Call = tuple["Future[Any]", Callable[[], object]]
 
 current_client: ContextVar[str | None] = ContextVar("current_client", default=None)
 """The client of the request that the task handles: its API key, or its address. None outside of a
@@ -153,7 +153,7 @@ class _Client:
         return self.num_submitted + len(self.waiting)
 
 
-def _run_call(future: "Future[Any]", call: Callable[[], Any]) -> None:
+def _run_call(future: "Future[Any]", call: Callable[[], object]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:

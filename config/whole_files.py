@@ -63,7 +63,12 @@ def _too_large(path: str | Path, max_bytes: int, size: str) -> OSError:
 
 def write_whole(path: str | Path, content: bytes) -> None:
     """Write or replace a file atomically: readers see the whole old or the whole new content.
-    Raises OSError; the old content then stays, and no other file remains."""
+    A path that is no regular file, such as /dev/stdout, is written to. Raises OSError; the old
+    content then stays, and no other file remains."""
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     # Processes in two containers that share the folder may have the same process id.
     partial = Path(f"{path}.{secrets.token_hex(4)}.partial")
     try:

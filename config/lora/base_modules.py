@@ -150,7 +150,7 @@ def _of_stack(spec: WeightSpec, expert: int, count: int) -> BaseModule:
     rows, columns = spec.shape[1], spec.shape[2]
     if spec.transposed:
         rows, columns = columns, rows
-    own = spec.plain(
+    own = spec.plain()._replace(
         shape=(rows, columns * spec.inputs_per_column),
         num_experts=None,
         expert=expert,

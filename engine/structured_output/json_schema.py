@@ -175,7 +175,7 @@ def _check_num_properties(schema: dict[str, Any]) -> None:
         raise _refusal(f"an object has {count} properties, at most {MAX_PROPERTIES} are taken")
 
 
-def _check_types(schema: dict[str, Any]) -> None:
+def _check_types(schema: dict[str, object]) -> None:
     given = schema.get("type", [])
     for name in given if isinstance(given, list) else [given]:
         if name not in TYPES:

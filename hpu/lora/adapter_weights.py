@@ -100,7 +100,7 @@ def _rows_spec(spec: WeightSpec, module: AdapterModule) -> WeightSpec:
     """Spec of `b`: the spec of the layer's weight with `rank` inputs."""
     divided = spec.shard_dim if spec.shard_dim == 0 else None
     shape = (module.base.out_features, module.rank)
-    return spec.plain(shape=shape, shard_dim=divided)
+    return spec.plain()._replace(shape=shape, shard_dim=divided)
 
 
 def _columns_spec(spec: WeightSpec, module: AdapterModule) -> WeightSpec:

@@ -33,8 +33,10 @@ logger = logging.getLogger(__name__)
 MIN_BODY_BYTES_PER_S = 1024
 """Minimum rate of a request body. A slower body must arrive within `request_body_timeout_s` in
 total."""
-UNREAD_TIMEOUT_S = 60.0
-"""Time in which a client must read MIN_READ_BYTES of a response that it has not read completely."""
+UNREAD_TIMEOUT_S = 600.0
+"""Time in which a client must read MIN_READ_BYTES of a response that it has not read completely. A
+client that reads 20 KB/s empties a receive buffer of 6 MB in 300 s, and frees no byte here before.
+"""
 MIN_READ_BYTES = 64 * 2**10
 """About 1 KiB a second."""
 MAX_FRAMING_PER_BODY_BYTE = 16

@@ -222,10 +222,14 @@ class Metrics:
         yield from self._engines.collect()
 
 
+MAX_ACCEPT_CHARACTERS = 1000
+"""Part of an Accept header that is read: scrapers send some 200 characters."""
+
+
 def openmetrics_version(accept: str) -> str | None:
     """The OpenMetrics version to answer with, or None for plain text."""
     best: tuple[float, str | None] = (0.0, None)
-    for offer in accept.split(","):
+    for offer in accept[:MAX_ACCEPT_CHARACTERS].split(","):
         kind, *options = (part.strip() for part in offer.split(";"))
         values = dict(option.partition("=")[::2] for option in options)
         try:

@@ -63,3 +63,18 @@ def test_a_full_disk_leaves_the_old_content_and_no_other_file(
 
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert file.read_bytes() == b"old"
+
+
+def test_a_path_that_is_no_regular_file_is_written_to(tmp_path: Path) -> None:
+    fifo, link, target = tmp_path / "fifo", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(fifo)
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+
+    write_whole(fifo, b"new")
+    write_whole(link, b"new")
+
+    assert os.read(reader, 10) == b"new"
+    os.close(reader)
+    assert link.is_symlink() and target.read_bytes() == b"new"

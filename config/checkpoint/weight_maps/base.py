@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from config.checkpoint.weight_maps.text_part import OUTSIDE, text_part_name
 from config.model.decoder_spec import MXFP4_BLOCK
@@ -137,9 +137,9 @@ class WeightSpec(NamedTuple):
         """Inputs for each entry of the input dimension of `shape`: a block of them in MXFP4."""
         return MXFP4_BLOCK if self.mxfp4 else 1
 
-    def plain(self, **changes: Any) -> "WeightSpec":
-        """The spec of a tensor that is neither quantized nor transposed, with `changes`."""
-        return self._replace(transposed=False, part=None, scheme=None, mxfp4="", **changes)
+    def plain(self) -> "WeightSpec":
+        """The spec of a tensor that is neither quantized nor transposed."""
+        return self._replace(transposed=False, part=None, scheme=None, mxfp4="")
 
     @property
     def is_stored_as_is(self) -> bool:

@@ -16,6 +16,10 @@ Size = tuple[int, int]
 """Width and height, or columns and rows."""
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
+MAX_TILES = 100
+"""Limit on tiles of an image; published checkpoints have 10. More tiles make quadratically more
+grids."""
+
 _DEFAULTS: Mapping[str, int] = {
     "downsample_factor": 2,
     "min_tiles": 2,
@@ -80,6 +84,11 @@ class Lfm2VlImageProcessor:
         self._max_pixels = numbers["max_image_tokens"] * self._unit**2
         self._tolerance = float(fields.get("max_pixels_tolerance") or 2.0)
         low, high = numbers["min_tiles"], numbers["max_tiles"]
+        if not low <= high <= MAX_TILES:
+            raise ConfigError(
+                f"min_tiles and max_tiles of the image processor are {low} and {high}, they must "
+                f"be in order and at most {MAX_TILES}"
+            )
         self._grids = grids(low, high)
         self._splits = bool(fields.get("do_image_splitting", True)) and not low == high == 1
         self._has_thumbnail = bool(fields.get("use_thumbnail", True))
