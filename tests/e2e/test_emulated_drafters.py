@@ -18,7 +18,7 @@ from config.params.structured_output import GrammarSpec
 from engine.transport.messages import EngineStats
 from gaudiserve import LLM, LoRARequest
 from hpu.protocol import Bucket
-from hpu.spec_decode.device import DeviceSpeculation, DraftInputs, Rows
+from hpu.spec_decode.device import DeviceSpeculation, DraftInputs, VerifyBatch
 
 SHAPE: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "skip_tokenizer_init": True}
 CARD: dict[str, Any] = {
@@ -113,7 +113,7 @@ def test_a_head_on_a_card_drafts_what_dense_code_does(
     kept: Kept = []
     prepare = DeviceSpeculation.prepare
 
-    def recorded(self: DeviceSpeculation, inputs: DraftInputs, bucket: Bucket) -> Rows:
+    def recorded(self: DeviceSpeculation, inputs: DraftInputs, bucket: Bucket) -> VerifyBatch:
         rows = prepare(self, inputs, bucket)
         known = self._history.cpu().view(-1, SHAPE["max_model_len"])
         counts, lasts = rows.num_drafts.tolist(), rows.last_positions.tolist()

@@ -155,10 +155,10 @@ OWNER = """
 import os, signal, sys
 from engine.transport.channels import SocketDirectory
 from engine.transport import segments
-from engine.transport.segments import Segments
+from engine.transport.segments import SharedMemoryTransfers
 segments.LARGE_BYTES = 1 << 20
 directory = SocketDirectory(sys.argv[1])
-Segments.beside(f"ipc://{directory.path}/x").frame(bytes(1 << 20))
+SharedMemoryTransfers.beside(f"ipc://{directory.path}/x").frame(bytes(1 << 20))
 print(os.path.realpath(os.path.join(directory.path, "segments")), flush=True)
 if sys.argv[2] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)

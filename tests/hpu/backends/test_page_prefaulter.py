@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpu.backends import pages_ahead
+from hpu.backends import page_prefaulter
 from hpu.backends.page_prefaulter import PAGE_BYTES, PagePrefaulter
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 1 << 20
@@ -23,7 +23,7 @@ def can_populate() -> bool:
     if platform.system() != "Linux":
         return False
     page = torch.frombuffer(mmap.mmap(-1, PAGE_BYTES), dtype=torch.uint8)
-    size, advice = ctypes.c_size_t(PAGE_BYTES), pages_ahead.MADV_POPULATE_WRITE
+    size, advice = ctypes.c_size_t(PAGE_BYTES), page_prefaulter.MADV_POPULATE_WRITE
     return not ctypes.CDLL(None).madvise(ctypes.c_void_p(page.data_ptr()), size, advice)
 
 
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.skipif(not can_populate(), reason="the kernel maps no p
 
 @pytest.fixture
 def caches(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    monkeypatch.setattr(pages_ahead, "START_S", 0.0)
-    monkeypatch.setattr(pages_ahead, "AHEAD_BYTES", 2 * AHEAD * BLOCK_BYTES)
+    monkeypatch.setattr(page_prefaulter, "START_S", 0.0)
+    monkeypatch.setattr(page_prefaulter, "AHEAD_BYTES", 2 * AHEAD * BLOCK_BYTES)
     # An allocator may hand out memory that was used before.
     maps = [mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES) for _ in range(2)]
     return [
@@ -85,7 +85,7 @@ def test_nothing_happens_while_a_step_runs(caches: list[Tensor]) -> None:
     pages = PagePrefaulter(caches, NUM_BLOCKS)
     with pages.step(0):
         pages.start()
-        time.sleep(3 * pages_ahead.QUIET_S)
+        time.sleep(3 * page_prefaulter.QUIET_S)
         assert not any(has_memory(cache, block) for cache in caches for block in range(NUM_BLOCKS))
     wait_for(caches, AHEAD)
     pages.close()
