@@ -101,6 +101,7 @@ def test_once_warm_no_mix_of_settings_compiles_waits_or_takes_memory(
         sampler = Sampler(ROWS, VOCAB, backend, LogprobsMode.named(reports), static_shapes=True)
         _warm(backend, sampler)
         compiled, in_use = card.counters.counts["compilations"], card.memory.in_use
+        synced = card.counters.counts["syncs"]
         card.end_warmup()
         for step in range(calls):
             rows = rng.sample(range(ROWS), rng.randint(1, max(WIDTHS)))
@@ -125,5 +126,5 @@ def test_once_warm_no_mix_of_settings_compiles_waits_or_takes_memory(
 
         counts = card.counters.counts
         assert counts["compilations"] == compiled > 0
-        assert (counts["syncs"], counts["fallbacks"], card.counters.misuses) == (0, 0, [])
+        assert (counts["syncs"], counts["fallbacks"], card.counters.misuses) == (synced, 0, [])
         backend.close()
