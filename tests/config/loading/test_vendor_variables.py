@@ -84,6 +84,7 @@ def test_serve_names_all_such_variables_in_one_line(
     monkeypatch.setenv("VLLM_HANDLE_TOPK_DUPLICATES", "true")
     monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
     monkeypatch.setattr("server.cli.start.serve", lambda *arguments: 0)
+    monkeypatch.setattr("server.cli.main.check_early", lambda *arguments: None)
     monkeypatch.setattr("config.log.setup", lambda *arguments, **options: None)
     caplog.set_level(logging.WARNING)
 

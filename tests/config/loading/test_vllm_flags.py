@@ -84,6 +84,7 @@ SERVE = ["serve", "m"]
 def served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """`gaudiserve serve` up to the start of processes."""
     monkeypatch.setattr("server.cli.start.serve", lambda *arguments: 0)
+    monkeypatch.setattr("server.cli.main.check_early", lambda *arguments: None)
     monkeypatch.setattr("config.log.setup", lambda *arguments, **options: None)
     caplog.set_level(logging.INFO)
 

@@ -16,7 +16,17 @@ from worker_rig import WorkerRig
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.model.families import deepseek, dense, gpt_oss, hybrid, lfm2, llama4, moe, phimoe
+from config.model.families import (
+    deepseek,
+    dense,
+    gpt_oss,
+    hybrid,
+    lfm2,
+    llama4,
+    minimax_m3,
+    moe,
+    phimoe,
+)
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
@@ -426,9 +436,12 @@ def test_every_architecture_is_compared_with_transformers() -> None:
     # Compared with whole models in test_published_forms.py.
     names |= {"AriaTextForCausalLM", "Ministral3ForCausalLM", "Ernie4_5_VLMoeTextForCausalLM"}
     names |= {"DeepseekForCausalLM", "PhiMoEForCausalLM"}
+    # Compared in test_minimax_m3.py.
+    names |= {"MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM"}
     assert names == {
         *(*dense.FAMILIES, *moe.FAMILIES, *gpt_oss.FAMILIES, *llama4.FAMILIES),
         *(*phimoe.FAMILIES, *deepseek.FAMILIES, *hybrid.FAMILIES, *lfm2.FAMILIES),
+        *minimax_m3.FAMILIES,
     }
 
 
