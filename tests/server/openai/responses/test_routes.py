@@ -451,7 +451,7 @@ async def test_a_refusal_calls_a_field_by_the_name_it_has_here() -> None:
     async with speaking("x") as rig:
         refused = await rig.post(ROUTE, {"input": "hi", "reasoning": {"effort": "immense"}})
 
-        assert error_of(refused)[2].startswith("reasoning.effort: ")
+        assert error_of(refused)[2].startswith("reasoning.effort is ")
 
 
 async def test_null_unknown_and_harmless_fields_are_accepted() -> None:
