@@ -24,7 +24,8 @@ class CompileOnly:
         self._older: dict[int, tuple[Tensor, Tensor]] = {}
         """Storage -> (its bytes, a copy of them before the first write)."""
         self._created: set[int] = set()
-        self._alive: weakref.WeakSet[HpuTensor] = weakref.WeakSet()
+        self._alive: weakref.WeakValueDictionary[int, HpuTensor] = weakref.WeakValueDictionary()
+        """By id: a set would compare tensors, element by element, when hashes collide."""
 
     def before_write(self, targets: Iterable[HpuTensor]) -> None:
         """Keep the contents of older tensors, which an op is about to change."""
@@ -41,7 +42,7 @@ class CompileOnly:
         for out in outs:
             if _storage(out) not in shared:
                 self._created.add(_storage(out))
-                self._alive.add(out)
+                self._alive[id(out)] = out
 
     def uploaded(self, target: HpuTensor) -> None:
         """A copy from the host has taken place: its bytes stay."""
@@ -52,7 +53,7 @@ class CompileOnly:
         """End the mode. Memory is as it was, but for copies from the host."""
         for raw, before in self._older.values():
             raw.copy_(before)
-        for created in self._alive:
+        for created in self._alive.values():
             if _storage(created) in self._created:
                 fill_with_garbage(created.host)
         self.is_on = False

@@ -71,7 +71,10 @@ def test_a_card_gives_the_tokens_of_the_cpu(kv_cache_dtype: str, tmp_path: Path)
 
     # In float32, so that both round the same numbers.
     assert found == on_cpu(folder, kv_cache_dtype)
-    assert num_bytes * (4 if kv_cache_dtype == "fp8" else 2) == on_card(folder, "auto")[2]
+    # Keys and values shrink, and the flag of each slot (hpu/layers/non_finite.py) does not.
+    factor = 4 if kv_cache_dtype == "fp8" else 2
+    flags = on_card(folder, "auto")[2] - factor * num_bytes
+    assert -0.05 * num_bytes < flags <= 0
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text"])

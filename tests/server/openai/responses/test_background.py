@@ -148,7 +148,7 @@ async def test_its_stream_goes_on_without_its_reader_and_can_be_taken_up_again()
         wrong = await rig.http.get(f"{ROUTE}/{first['id']}?stream=perhaps")
         error = wrong.json()["error"]
         assert (wrong.status_code, error["param"]) == (400, "stream")
-        assert error["message"].startswith("stream: ") and "'perhaps'" in error["message"]
+        assert error["message"].startswith("stream is ") and "'perhaps'" in error["message"]
 
 
 async def test_followers_hear_that_it_was_cancelled_or_deleted() -> None:
