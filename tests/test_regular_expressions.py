@@ -32,7 +32,7 @@ VARIABLE = {
     # Constants of the loop that they stand in, or of the module.
     ("server/text/template_renderer.py", """ rf"(?<!['\\"]){mark}" """),
     ("server/parsers/stream/python_stream.py", """ rf"[^\\\\{quote}]+" """),
-    ("server/offline/calibration.py", "one"),
+    ("server/offline/calibration.py", "pattern"),
     ("hpu/doctor/errors.py", "pattern"),
     ("config/loading/cards.py", """ rf"{prefix}\\d+" """),
     # Patterns in the code of the installed transformers.
