@@ -39,6 +39,7 @@ class Emulator:
         self._finder = PackageFinder(self._modules, {ROOT: self._loaded, HCCL: self._hccl_loaded})
         self._libraries: list[Library] = []
         self._overwrites = False
+        self._disables_tracing = torch._dynamo.config.disable
         self._patches: list[tuple[Any, str, Any]] = []
         self._unregister: Callable[[], None] = lambda: None
 
@@ -100,6 +101,8 @@ class Emulator:
         self._unregister()
         set_guard(False)
         torch.__future__.set_overwrite_module_params_on_conversion(self._overwrites)
+        # A back end in lazy mode that nobody closed leaves torch's tracer disabled.
+        torch._dynamo.config.disable = self._disables_tracing
         for owner, name, original in reversed(self._patches):
             if original is None:
                 delattr(owner, name)

@@ -9,6 +9,8 @@ import torch
 from emulated import emulated
 
 from config.errors import ConfigError
+from config.execution import HPU_GRAPHS, ExecutionConfig, ModeChoice
+from hpu.backends.gaudi import GaudiBackend
 from hpu.emulator.install import install
 from hpu.emulator.settings import EmulatorConfig
 
@@ -24,6 +26,16 @@ def test_nothing_is_left_when_the_emulator_is_taken_away() -> None:
     assert not any(name.partition(".")[0] == "habana_frameworks" for name in sys.modules)
     with pytest.raises((NotImplementedError, RuntimeError, ModuleNotFoundError)):
         torch.ones(1, device="hpu")
+
+
+def test_a_back_end_that_nobody_closed_leaves_the_tracer_of_torch_enabled() -> None:
+    assert not torch._dynamo.config.disable
+
+    with emulated():
+        GaudiBackend(ExecutionConfig(), ModeChoice(HPU_GRAPHS, ""))
+        assert torch._dynamo.config.disable
+
+    assert not torch._dynamo.config.disable
 
 
 def test_the_emulator_is_not_loaded_unless_asked_for() -> None:
