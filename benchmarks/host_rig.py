@@ -16,7 +16,7 @@ from benchmarks.null_device import NullDevice
 from config.buckets import BucketConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.params.sampling import SamplingParams
-from engine.core.engine_core import EngineCore
+from engine.core.build import build_core
 from engine.core.loop import EngineLoop, make_table
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.transport.messages import AddRequest, FromEngine, StepOutput
@@ -178,7 +178,7 @@ def watch_admission(num_requests: int, num_tokens: int) -> Admission:
     config = make_config(256, num_tokens + 512)
     device = NullDevice(config)
     ready = device.start(lambda progress: None)
-    core = EngineCore(config, device, ready, make_table(config, ready), time.monotonic)
+    core = build_core(config, device, ready, make_table(config, ready), time.monotonic)
     frames = [encode(prompt) for prompt in prompts([num_tokens] * num_requests, max_tokens=500)]
     take = msgspec.msgpack.Decoder(AddRequest).decode
     start = time.thread_time()

@@ -21,7 +21,7 @@ from config.engine import EngineConfig, SchedulerConfig
 from config.model.read_config import read_model_config
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
-from engine.core.engine_core import EngineCore
+from engine.core.build import build_core
 from engine.structured_output.grammar import Grammar, Vocabulary
 from engine.transport.messages import AddRequest
 from hpu.bucketing.bucket_table import BucketTable
@@ -111,7 +111,7 @@ def measure(grammar: Grammar, num_rows: int, step_s: float, depth: int, num_step
     )
     config = EngineConfig(model="none", scheduler=schedule)
     executor: Any = ClockExecutor(step_s)
-    core = EngineCore(config, executor, ready, table, time.perf_counter)
+    core = build_core(config, executor, ready, table, time.perf_counter)
     params = SamplingParams(max_tokens=MAX_MODEL_LEN, structured_outputs=FORM)
     for key in range(num_rows):
         core.add_request(AddRequest(key, PROMPT, params), [], grammar)

@@ -38,7 +38,7 @@ Bucket = tuple[int, int, int, int]
 VOCAB_SIZE, END_TOKEN, TOKEN = 50_000, 2, 7
 
 
-class NullDevice:
+class NullDevice(Executor):
     """Takes `step_s` per plan, one after the other, and samples the next of `tokens` for every
     request. `ready` is its WorkerReady; None derives it from `config`.
 

@@ -32,7 +32,7 @@ from engine.client.output_queue import RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.terms import NO_TERMS, RequestTerms
-from engine.core.engine_core import EngineCore
+from engine.core.build import build_core
 from engine.core.loop import make_ready, make_table
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.transport.messages import UNSENT, AddRequest, ToEngine, engine_of
@@ -85,7 +85,7 @@ class CoreClient(SingleEngineClient):
         super().__init__(0, limits, engine=engine)
         device = NullDevice(config)
         worker = device.start(lambda progress: None)
-        self._core = EngineCore(config, device, worker, make_table(config, worker), clock)
+        self._core = build_core(config, device, worker, make_table(config, worker), clock)
         self._core.add_front_end(0)
         self._receive(make_ready(engine, worker, config))
 

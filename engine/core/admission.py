@@ -1,31 +1,57 @@
-"""Admission: checks that a request can run at all."""
+"""Admission: checks that a request can run."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from config.params.sampling import SamplingParams, invalid_token
 from config.params.token_ids import TokenIds
-from engine.kv_cache.manager import KVCacheManager
 from engine.request import ModelLimits
+from engine.scheduling.pooling_scheduler import PoolingScheduler
+from engine.scheduling.resource import Refusal, RequestResource
+from engine.scheduling.scheduler import Scheduler
 from engine.transport.messages import AddRequest
 from hpu.protocol import TOKEN_BYTES
 
 
-def num_prompt_tokens(message: AddRequest) -> int:
-    """Tokens of the request's prompt."""
-    return message.prompt.nbytes // TOKEN_BYTES
+class Admission:
+    """Decides which requests an engine accepts."""
+
+    def __init__(
+        self,
+        limits: ModelLimits,
+        max_queue_len: int,
+        scheduler: Scheduler | PoolingScheduler,
+        resources: Sequence[RequestResource],
+    ) -> None:
+        """`max_queue_len`: maximum number of waiting requests."""
+        self._limits = limits
+        self._max_queue_len = max_queue_len
+        self._scheduler = scheduler
+        self._resources = resources
+
+    def refusal(self, message: AddRequest) -> Refusal | None:
+        """Why the engine does not accept a request, with the numbers that disagree; None if it
+        does."""
+        error = _model_error(message, self._limits)
+        if error is not None:
+            return Refusal(error)
+        num_waiting = len(self._scheduler.waiting)
+        if message.resumption is None and num_waiting >= self._max_queue_len:
+            return Refusal(f"{num_waiting} requests wait, at most {self._max_queue_len} may")
+        for resource in self._resources:
+            refusal = resource.refusal(message)
+            if refusal is not None:
+                return refusal
+        return self._scheduler.refusal(message)
 
 
-def admission_error(
-    message: AddRequest, limits: ModelLimits, kv: KVCacheManager | None
-) -> str | None:
-    """Why a request cannot run, with the numbers that disagree; None if it can. `kv` is None for a
-    pooling model."""
+def _model_error(message: AddRequest, limits: ModelLimits) -> str | None:
+    """Why the model cannot take a request; None if it can."""
     num_bytes = message.prompt.nbytes
     if num_bytes % TOKEN_BYTES:
         return f"the prompt has {num_bytes} bytes, which is no multiple of {TOKEN_BYTES}"
-    num_tokens = num_prompt_tokens(message)
+    num_tokens = num_bytes // TOKEN_BYTES
     if num_tokens == 0:
         return "the prompt has 0 tokens, it must have at least 1"
     has_no_output = message.pooling is not None or message.sampling.max_tokens == 0
@@ -34,12 +60,6 @@ def admission_error(
         return (
             f"the prompt has {num_tokens} tokens, the model's context of "
             f"{limits.max_model_len} takes at most {max_tokens}"
-        )
-    num_blocks = 0 if kv is None else kv.num_blocks_for(num_tokens)
-    if kv is not None and num_blocks > kv.pool.size:
-        return (
-            f"the prompt needs {num_blocks} KV blocks of {kv.block_size} tokens, "
-            f"the cache has {kv.pool.size}"
         )
     max_token = int(np.frombuffer(message.prompt, dtype="<u4").max())
     num_ids = limits.prompt_vocab_size or limits.vocab_size

@@ -1,4 +1,4 @@
-"""DPSync and DPCoordinator: synchronize the steps of engines that share experts.
+"""StepSync, DPSync and DPCoordinator: synchronize the steps of engines that share experts.
 
 The devices of all engines must run the same launches in the same order, since each launch exchanges
 tokens with the other engines. All engines therefore agree on a step before they submit it. Without
@@ -56,8 +56,36 @@ class StepGroup(Protocol):
         ...
 
 
-class DPSync:
+class StepSync:
+    """Steps of an engine that depend on no other engine."""
+
+    is_coupled = False
+    """Whether other engines take part in each step."""
+
+    def __init__(self, engine: int = 0) -> None:
+        """`engine`: data-parallel index of this engine."""
+        self.engine = engine
+
+    def is_called(self, step: int) -> bool:
+        """Whether this engine must take part in `step`, even without work."""
+        return False
+
+    def wait(self, wake_fd: int) -> None:
+        """Block until a call may have arrived or `wake_fd` is readable."""
+
+    def share(self, step: int, plan: StepPlan) -> StepPlan:
+        """`plan` in the buckets that all engines agree on. Blocks until all engines have
+        proposed."""
+        return plan
+
+
+SINGLE_ENGINE = StepSync()
+
+
+class DPSync(StepSync):
     """Synchronizes the steps of this engine with the steps of its group."""
+
+    is_coupled = True
 
     def __init__(
         self, group: StepGroup, engine: int, table: BucketTable, *, max_tokens: int
@@ -65,28 +93,24 @@ class DPSync:
         """`table`: prepared buckets, used by this object only, so that it stays equal on all
         engines. `max_tokens`: token limit of a launch."""
         self._group = group
-        self._engine = engine
+        super().__init__(engine)
         self._table = table
         self._max_tokens = max_tokens
 
     def is_called(self, step: int) -> bool:
-        """Whether this engine must take part in `step`, even without work."""
         return self._group.is_called(step)
 
     def wait(self, wake_fd: int) -> None:
-        """Block until a call may have arrived or `wake_fd` is readable."""
         self._group.wait(wake_fd)
 
-    def share(self, step: int, plan: StepPlan | None) -> StepPlan:
+    def share(self, step: int, plan: StepPlan) -> StepPlan:
         """`plan` with the shared launches of all engines: this engine's launches in the agreed
-        buckets, padding otherwise. A None plan becomes padding only. Blocks until all engines have
-        proposed."""
-        plan = StepPlan(step, []) if plan is None else plan
+        buckets, padding otherwise."""
         own = plan.launches
         planned = self._group.agree(step, [(launch.phase, *launch.bucket) for launch in own])
         plan.launches = []
         for (phase, *shape), indices in share_launches(planned, self._table, self._max_tokens):
-            index = indices[self._engine]
+            index = indices[self.engine]
             launch = Launch(phase, (0, 0, 0), []) if index is None else own[index]
             launch.bucket = (shape[0], shape[1], shape[2])
             plan.launches.append(launch)

@@ -5,28 +5,25 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from config.engine import EngineConfig
 from config.errors import UserError
 from config.lora.info import LoRAInfo
-from engine.core.admission import admission_error, num_prompt_tokens
-from engine.core.coupled_steps import DPSync
+from engine.core.admission import Admission
+from engine.core.coupled_steps import StepSync
 from engine.core.output_processor import OutputProcessor
 from engine.core.prefill_rate import PrefillRate
 from engine.core.sleep_state import SleepState
-from engine.executors.base import AdapterExecutor, Executor, OffloadExecutor
+from engine.executors.base import Executor
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.offload import KVOffload
 from engine.request import NO_ALLOWED_TOKEN, ModelLimits, Request
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.encoder_cache import EncoderCacheManager
-from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.grammar_masks import deferred_masks
 from engine.scheduling.launch_packer import LaunchPacker
 from engine.scheduling.lora_slots import LoRASlots
-from engine.scheduling.pooling_scheduler import PoolingScheduler, pooling_refusal
+from engine.scheduling.pooling_scheduler import PoolingScheduler
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from engine.stats import PHASES, StepStats
 from engine.structured_output.grammar import Grammar
@@ -44,7 +41,6 @@ from engine.transport.messages import (
 )
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
-    DECODE,
     PREFILL,
     PROFILE_CALLS,
     AdapterLoaded,
@@ -64,8 +60,6 @@ MAX_CALL_WAIT_S = 0.1
 
 FETCH_POLL_S = 0.002
 """Maximum wait for file reads before an engine checks for new requests."""
-MAX_SHARES = 256
-"""Maximum number of waiting shares reported to front ends."""
 
 ADAPTER_POLL_S = 0.002
 """Maximum wait for an adapter before an engine checks for new requests."""
@@ -77,6 +71,36 @@ _ARGUMENTS = {
     UNLOAD_ADAPTER: ("lora_name",),
 }
 """Argument names of controls; controls that are not listed take no arguments."""
+
+
+Clock = Callable[[], float]
+"""Monotonic time in seconds."""
+
+
+class Listeners(NamedTuple):
+    """Functions that an EngineCore calls."""
+
+    on_progress: Callable[[WarmupProgress], None] = lambda progress: None
+    """Called during warm-up after a sleep."""
+    on_start: Callable[[list[tuple[int, StepOutput]]], None] | None = None
+    """Receives the messages about started requests before their first plan is submitted, so that
+    front ends know the started requests if the plan crashes the process."""
+
+
+NO_LISTENERS = Listeners()
+
+
+class CoreParts(NamedTuple):
+    """Collaborators of an EngineCore."""
+
+    table: BucketTable
+    packer: LaunchPacker
+    kv: KVCacheManager
+    lora: LoRASlots
+    encoder: EncoderCacheManager
+    scheduler: Scheduler | PoolingScheduler
+    stats: StepStats
+    sync: StepSync
 
 
 class EngineCore:
@@ -91,108 +115,42 @@ class EngineCore:
         config: EngineConfig,
         executor: Executor,
         ready: WorkerReady,
-        table: BucketTable,
-        clock: Callable[[], float],
-        on_progress: Callable[[WarmupProgress], None] = lambda progress: None,
-        *,
-        on_start: Callable[[list[tuple[int, StepOutput]]], None] | None = None,
-        engine: int = 0,
-        coupled: DPSync | None = None,
-        adapters: Iterable[LoRAInfo] = (),
+        parts: CoreParts,
+        clock: Clock,
+        listeners: Listeners,
     ) -> None:
-        """`adapters`: served from the start. `on_progress`: called during warm-up after a sleep.
-        `on_start`: receives the messages about started requests before their first plan is
-        submitted, so that front ends know the started requests if the plan crashes the process.
-        `engine`: data-parallel index. `coupled`: set if the engines step together."""
-        scheduler = config.scheduler
         self._executor = executor
-        self._on_start = on_start
+        self._on_start = listeners.on_start
         self._clock = clock
-        self._coupled = coupled
         self._max_inflight = config.max_inflight_steps
-        self._max_queue_len = scheduler.max_queue_len
-        self._by_priority = scheduler.policy == "priority"
+        self._by_priority = config.scheduler.policy == "priority"
+        self._reports_rate = config.scheduler.max_ttft_s > 0
         self._limits = ModelLimits(
             ready.max_model_len,
             ready.vocab_size,
             frozenset(ready.eos_token_ids),
             ready.prompt_vocab_size,
         )
+        self._admission = Admission(
+            self._limits,
+            config.scheduler.max_queue_len,
+            parts.scheduler,
+            (parts.encoder, parts.lora),
+        )
         # Each engine draws different seeds: a prompt may be sent to several engines.
-        self._seeds = random.Random(config.seed + (engine << 64))
-        self._stats = StepStats(graph_bytes=ready.graph_bytes)
-        self._stats.update_counters(ready.counters)
-        self._table = table
+        self._seeds = random.Random(config.seed + (parts.sync.engine << 64))
+        self._table, self._packer, self._stats = parts.table, parts.packer, parts.stats
+        self._kv, self._offload = parts.kv, parts.kv.offload
+        self._lora, self._encoder = parts.lora, parts.encoder
+        self._scheduler, self._sync = parts.scheduler, parts.sync
         self.num_deferred = ready.num_deferred
         """Buckets that remain to be warmed up while the engine is idle."""
-        self._offload: KVOffload | None = None
-        if ready.offload is not None:
-            self._offload = KVOffload(
-                ready.offload,
-                ready.block_size,
-                only_preempted=config.offload.kv_offloading_size == 0,
-            )
-        self._files = executor if isinstance(executor, OffloadExecutor) else None
-        self._kv = KVCacheManager(
-            _num_usable_blocks(config, ready, table),
-            ready.block_size,
-            prefix_caching=config.cache.enable_prefix_caching
-            and ready.bucket_limits.prefix_caching,
-            contiguous=ready.contiguous,
-            num_lookahead_tokens=(ready.max_tokens_per_step - 1) * config.max_inflight_steps,
-            offload=self._offload,
-            all_see_images=ready.request_tiles > 0,
-        )
-        longest_text = 0 if ready.pooling is None else ready.max_model_len
-        self._max_batched_tokens = scheduler.token_budget(longest_text)
-        self._packer = LaunchPacker(
-            table,
-            max_prefill_batch=scheduler.prefill_batch(
-                is_pooling=ready.pooling is not None, is_exact=table.is_exact
-            ),
-            max_tokens=self._max_batched_tokens,
-            stats=self._stats,
-            on_unwarmed=config.warmup.on_unwarmed_shape,
-            contiguous=ready.contiguous,
-            merges_prompts=table.limits.merged_prefill,
-        )
-        self._lora = LoRASlots(config.lora) if config.lora.enable_lora else None
-        self._adapters = executor if isinstance(executor, AdapterExecutor) else None
-        assert self._lora is None or self._adapters is not None, "the executor takes no adapters"
-        self._has_new_adapters = False
-        for info in adapters:
-            self._register_adapter(info)
-        self._encoder: EncoderCacheManager | None = None
-        if ready.encoder_cache_tokens:
-            self._encoder = EncoderCacheManager(
-                ready.encoder_cache_tokens,
-                whole_images=ready.whole_images,
-                request_tiles=ready.request_tiles,
-            )
-        self._pooling = ready.pooling
-        self._scheduler: Scheduler | PoolingScheduler
-        if ready.pooling is not None:
-            self._scheduler = PoolingScheduler(
-                scheduler, ready.pooling, self._packer, self._max_batched_tokens, self._lora
-            )
-        else:
-            self._scheduler = Scheduler(
-                scheduler,
-                self._kv,
-                self._packer,
-                self._stats,
-                defrag_threshold=config.execution.defrag_threshold,
-                prefill_launch_tokens=ready.prefill_launch_tokens,
-                num_stages=config.parallel.pipeline_parallel_size,
-                max_tokens_per_step=ready.max_tokens_per_step,
-                lora=self._lora,
-                encoder=self._encoder,
-            )
+        self._has_new_adapters = bool(parts.lora.infos)
         self._outputs = OutputProcessor(self._kv)
-        self._sleep_state = SleepState(executor, on_progress)
+        self._sleep_state = SleepState(executor, listeners.on_progress)
         self._requests: dict[int, Request] = {}
         self._deadlines = Deadlines()
-        self._prefill_rate = PrefillRate() if scheduler.max_ttft_s > 0 else None
+        self._prefill_rate = PrefillRate()
         self._guided: set[int] = set()
         """Keys of possibly unfinished requests with a grammar; filled for coupled engines only."""
         self._front_ends: set[int] = set()
@@ -226,7 +184,7 @@ class EngineCore:
     @property
     def _is_called(self) -> bool:
         """Whether another engine has proposed the next step, so that this engine must join it."""
-        return self._coupled is not None and self._coupled.is_called(self._step)
+        return self._sync.is_called(self._step)
 
     def warm_up_next(self) -> bool:
         """Warm up a remaining bucket; called when the engine is idle. Returns whether to call again
@@ -277,20 +235,9 @@ class EngineCore:
         if self._sleep_state.state != AWAKE and not is_accepted:
             self._outputs.reject(key, SLEEPING, is_retryable=True)
             return
-        error = self._admission_error(message)
-        if error is not None:
-            self._outputs.reject(key, error)
-            return
-        if message.images and (error := self._images_error(message)) is not None:
-            # param "": a client error, caused by too many or too large images.
-            self._outputs.reject(key, error, param="")
-            return
-        refusal = pooling_refusal(message.pooling, self._pooling, num_prompt_tokens(message))
+        refusal = self._admission.refusal(message)
         if refusal is not None:
             self._outputs.reject(key, *refusal)
-            return
-        if message.adapter and not self._serves_adapter(message):
-            self._outputs.reject(key, "the adapter of the request was unloaded", "model")
             return
         params = message.sampling
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed & (2**63 - 1)
@@ -320,29 +267,15 @@ class EngineCore:
         if message.timeout_s:
             deadline_s = now + message.timeout_s
             self._deadlines.add(key, deadline_s, self._requests, len(self._requests))
-        if self._coupled is not None and request.guide is not None:
+        if self._sync.is_coupled and request.guide is not None:
             self._guided.add(key)
         self._scheduler.add_request(request)
         self._has_output = True
 
-    def _admission_error(self, message: AddRequest) -> str | None:
-        error = admission_error(message, self._limits, None if self._pooling else self._kv)
-        num_waiting = len(self._scheduler.waiting)
-        is_new = message.resumption is None
-        if error is None and is_new and num_waiting >= self._max_queue_len:
-            error = f"{num_waiting} requests wait, at most {self._max_queue_len} may"
-        return error
-
-    def _images_error(self, message: AddRequest) -> str | None:
-        if self._encoder is None or message.pooling is not None:
-            return f"the request has {len(message.images)} images, the model takes 0"
-        return self._encoder.refusal(message, self._max_batched_tokens)
-
     def abort(self, keys: Iterable[int]) -> None:
         """Abort requests; unknown keys are ignored. No further message is sent for them."""
         for key in keys:
-            request = self._requests.pop(key, None)
-            if request is not None:
+            if request := self._requests.pop(key, None):
                 self._scheduler.finish_requests([request])
                 self._outputs.retract(request)
                 self._has_output = True
@@ -384,51 +317,37 @@ class EngineCore:
             )
         return calls[name](**arguments)
 
-    def _serves_adapter(self, message: AddRequest) -> bool:
-        return self._lora is not None and self._lora.serves(
-            message.adapter,
-            is_continuation=message.is_continuation or message.resumption is not None,
-        )
-
     def _register_adapter(self, info: LoRAInfo) -> None:
-        self._adapter_slots.register(info)
+        self._lora.register(info)
         self._has_new_adapters = True
 
     def _unload_adapter(self, lora_name: str) -> int:
-        num_requests = self._adapter_slots.unregister(lora_name)
+        num_requests = self._lora.unregister(lora_name)
         self._has_new_adapters = self._has_output = True
         return num_requests
 
     @property
-    def _adapter_slots(self) -> LoRASlots:
-        if self._lora is None:
-            raise UserError("this server serves no adapters: start it with --enable-lora")
-        return self._lora
-
-    @property
     def adapters(self) -> list[LoRAInfo]:
         """All served adapters."""
-        return [] if self._lora is None else self._lora.infos
+        return self._lora.infos
 
     def take_adapters(self) -> list[LoRAInfo] | None:
         """All served adapters if they have changed since the last call, else None."""
-        if self._lora is None or not self._has_new_adapters:
+        if not self._has_new_adapters:
             return None
         self._has_new_adapters = False
         return self._lora.infos
 
-    def _update_adapters(self, lora: LoRASlots) -> None:
+    def _update_adapters(self) -> None:
         """Process finished adapter loads, and send new loads and drops to the workers."""
-        executor = self._adapters
-        assert executor is not None, "checked at the start"
-        if lora.num_loading:
-            for loaded in executor.take_loaded():
-                if not lora.on_loaded(loaded):
+        if self._lora.num_loading:
+            for loaded in self._executor.take_loaded():
+                if not self._lora.on_loaded(loaded):
                     self._fail_adapter(loaded)
-        for drop in lora.take_drops():
-            executor.drop_adapter(drop)
-        for load in lora.take_loads():
-            executor.load_adapter(load)
+        for drop in self._lora.take_drops():
+            self._executor.drop_adapter(drop)
+        for load in self._lora.take_loads():
+            self._executor.load_adapter(load)
 
     def _fail_adapter(self, loaded: AdapterLoaded) -> None:
         """Fail the requests of an adapter that cannot be read."""
@@ -445,29 +364,24 @@ class EngineCore:
 
     def _reset_prefix_cache(self) -> bool:
         self._kv.reset_prefix_cache(self._scheduler.requests_with_blocks)
-        if self._offload is not None:
-            self._send_file_orders(self._offload)
+        self._send_file_orders()
         return True
 
-    def _update_offload(self, offload: KVOffload) -> None:
+    def _update_offload(self) -> None:
         """Process answered file reads, and send new reads and deletions to the workers. Must not
         run between a schedule and its submit: the plan may still use a slot that is read to."""
-        if offload.num_fetching:
-            assert self._files is not None, "checked when the read was sent"
-            for answer in self._files.take_fetched():
-                offload.on_fetched(answer)
-        self._send_file_orders(offload)
+        if self._offload.num_fetching:
+            for answer in self._executor.take_fetched():
+                self._offload.on_fetched(answer)
+        self._send_file_orders()
 
-    def _send_file_orders(self, offload: KVOffload) -> None:
-        executor = self._files
+    def _send_file_orders(self) -> None:
         if self._sleep_state.is_sleeping:
             return
-        if dropped := offload.take_dropped_files():
-            assert executor is not None, "the executor has no files"
-            executor.drop_files(DropFiles(dropped))
-        for fetch in offload.take_fetches():
-            assert executor is not None, "the executor has no files"
-            executor.fetch_blocks(fetch)
+        if dropped := self._offload.take_dropped_files():
+            self._executor.drop_files(DropFiles(dropped))
+        for fetch in self._offload.take_fetches():
+            self._executor.fetch_blocks(fetch)
 
     def _sleep(self, level: int = 1, mode: str = "abort") -> str:
         """Release device memory, see hpu.worker.Worker.sleep. Mode "abort": at once; unfinished
@@ -477,7 +391,7 @@ class EngineCore:
             raise UserError(f"level is {level}, it must be 1 or 2", param="level")
         if mode not in ("abort", "wait"):
             raise UserError(f"mode is {mode!r}, it must be abort or wait", param="mode")
-        if self._coupled is not None:
+        if self._sync.is_coupled:
             raise UserError(
                 "an engine whose experts are distributed over several engines "
                 "(--enable-expert-parallel with --data-parallel-size) cannot sleep"
@@ -496,15 +410,15 @@ class EngineCore:
         self._requests.clear()
         while self._inflight:
             self._process(self._executor.collect())
-        while self._offload is not None and self._offload.num_fetching:
-            self._update_offload(self._offload)
-            if self._offload.num_fetching and self._files is not None:
-                self._files.wait_fetched(FETCH_POLL_S)
-        while self._lora is not None and self._lora.num_loading:
+        while self._offload.num_fetching:
+            self._update_offload()
+            if self._offload.num_fetching:
+                self._executor.wait_fetched(FETCH_POLL_S)
+        while self._lora.num_loading:
             # Sleeping now could make a worker cancel a read that another rank has answered.
-            self._update_adapters(self._lora)
-            if self._lora.num_loading and self._adapters is not None:
-                self._adapters.wait_loaded(ADAPTER_POLL_S)
+            self._update_adapters()
+            if self._lora.num_loading:
+                self._executor.wait_loaded(ADAPTER_POLL_S)
         self._sleep_state.sleep()
         self._scheduler.reset()
         self._kv.reset_prefix_cache((), drops_files=False)
@@ -523,7 +437,7 @@ class EngineCore:
             self._packer.invalidate()
             self._stats.update_counters(ready.counters)
             self.num_deferred = ready.num_deferred
-            if self._offload is not None and ready.offload is not None:
+            if ready.offload is not None:
                 self._offload.restart(ready.offload)
         return self._sleep_state.state
 
@@ -543,12 +457,12 @@ class EngineCore:
         if self._inflight and self._executor.has_result():
             self._process(self._executor.collect())
             return self._drain_events()
-        if self._coupled is not None and self._guided:
+        if self._guided:
             self._collect_for_masks()
-        if self._lora is not None:
-            self._update_adapters(self._lora)
-        if self._offload is not None:
-            self._update_offload(self._offload)
+        if self._lora.is_enabled:
+            self._update_adapters()
+        if self._offload.is_enabled:
+            self._update_offload()
         if len(self._inflight) < self._max_inflight:
             output = self._scheduler.schedule(self._step)
             if output.started or output.failed:
@@ -556,29 +470,29 @@ class EngineCore:
                 # Needed even with a step in flight: an executor may compute during submit.
                 if self._on_start is not None:
                     self._on_start(self._take_messages())
-            if self._coupled is not None and (output.plan is not None or self._is_called):
-                output.plan = self._share(output, self._coupled)
+            if self._sync.is_coupled and (output.plan is not None or self._is_called):
+                output.plan = self._share(output)
             if output.plan is not None:
-                if self._prefill_rate is not None and not self._inflight:
+                if not self._inflight:
                     self._prefill_rate.begin(self._clock())
                 self._executor.submit(output.plan)
                 self._inflight.append(output)
                 self._step += 1
-                if self._offload is not None:
-                    self._send_file_orders(self._offload)
+                if self._offload.is_enabled:
+                    self._send_file_orders()
                 if len(self._inflight) < self._max_inflight:
                     return []
-            elif self._coupled is not None and self._inflight and self._wait_for_peers():
+            elif self._sync.is_coupled and self._inflight and self._wait_for_peers():
                 return self._drain_events()
         if self._inflight:
             self._process(self._executor.collect())
-        elif self._adapters is not None and self._lora is not None and self._lora.num_loading:
+        elif self._lora.num_loading:
             # Every waiting request waits for its adapter.
-            self._adapters.wait_loaded(ADAPTER_POLL_S)
-        elif self._files is not None and self._offload is not None and self._offload.num_fetching:
+            self._executor.wait_loaded(ADAPTER_POLL_S)
+        elif self._offload.num_fetching:
             # Every waiting request waits for file reads.
-            self._send_file_orders(self._offload)
-            self._files.wait_fetched(FETCH_POLL_S)
+            self._send_file_orders()
+            self._executor.wait_fetched(FETCH_POLL_S)
         return self._drain_events()
 
     def _drain_events(self) -> list[tuple[int, StepOutput]]:
@@ -587,12 +501,12 @@ class EngineCore:
             return []
         return self._take_messages()
 
-    def _share(self, output: SchedulerOutput, coupled: DPSync) -> StepPlan:
-        """The plan of `output` in the buckets that all engines agree on. Blocks until all engines
-        have proposed."""
-        before = [] if output.plan is None else output.plan.launches
-        useful = {id(launch): launch.bucket[0] * launch.bucket[1] for launch in before}
-        plan = coupled.share(output.step, output.plan)
+    def _share(self, output: SchedulerOutput) -> StepPlan:
+        """The plan of `output` in the buckets that all engines agree on; padding only without a
+        plan. Blocks until all engines have proposed."""
+        plan = output.plan or StepPlan(output.step, [])
+        useful = {id(launch): launch.bucket[0] * launch.bucket[1] for launch in plan.launches}
+        plan = self._sync.share(output.step, plan)
         for launch in plan.launches:
             computed = launch.bucket[0] * launch.bucket[1]
             added = computed - useful.get(id(launch), 0)
@@ -634,8 +548,7 @@ class EngineCore:
         output = self._inflight.popleft()
         assert output.plan is not None, f"step {output.step} was never submitted"
         now = self._clock()
-        if self._offload is not None:
-            self._drop_corrupt(self._offload.on_loaded(output.step, result.corrupt_loads))
+        self._drop_corrupt(self._offload.on_loaded(output.step, result.corrupt_loads))
         finished = self._outputs.process(output, result, now)
         self._scheduler.finish_requests(finished)
         for request in finished:
@@ -643,19 +556,18 @@ class EngineCore:
         self._submit_deferred_masks()
         self._scheduler.update_from_output(output.step)
         phases = [launch.phase for launch in output.plan.launches]
-        if self._offload is not None:
+        if self._offload.is_enabled:
             for launch, seconds in zip(output.plan.launches, result.seconds, strict=False):
                 if launch.phase == PREFILL:
                     self._offload.rates.add_prefill(sum(launch.query_lens), seconds)
         # A step of padding for other engines is not counted.
-        if output.num_tokens or self._coupled is None:
+        if output.num_tokens or not self._sync.is_coupled:
             self._stats.count_step(self._outputs.num_step_tokens, phases, result.seconds)
             self._has_output = True
-        if self._prefill_rate is not None:
-            num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
-            num_tokens += sum(num_cached for _, num_cached in output.started)
-            has_waiting = len(self._scheduler.waiting) > 0
-            self._prefill_rate.observe(num_tokens, now, has_waiting=has_waiting)
+        num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
+        num_tokens += sum(num_cached for _, num_cached in output.started)
+        has_waiting = len(self._scheduler.waiting) > 0
+        self._prefill_rate.observe(num_tokens, now, has_waiting=has_waiting)
         if result.counters:
             compiled = self._stats.num_compiled
             self._stats.update_counters(result.counters)
@@ -713,30 +625,23 @@ class EngineCore:
 
     def _snapshot(self, *, with_samples: bool) -> EngineStats:
         waiting, pool = self._scheduler.waiting, self._kv.pool
-        adapters = {} if self._lora is None else self._lora.gauges
-        images = {} if self._encoder is None else self._encoder.gauges
-        offload = {} if self._offload is None else self._offload.gauges
-        shares: dict[str, Any] = {}
-        if self._prefill_rate is not None and waiting.shares is not None:
-            shares["prefill_tokens_per_s"] = self._prefill_rate.tokens_per_s
-            shares["prefilling_tokens"] = self._scheduler.num_prefilling_tokens
-            first = islice(waiting.shares.items(), MAX_SHARES)
-            shares["waiting_shares"] = [(*share, count) for share, count in first]
-        if isinstance(waiting, FairQueue):
-            shares["waiting_tenants"] = waiting.num_waiting_tenants
-            shares["tenant_tokens"] = waiting.served.copy()
+        rate: dict[str, float] = {}
+        if self._reports_rate:
+            rate["prefill_tokens_per_s"] = self._prefill_rate.tokens_per_s
+            rate["prefilling_tokens"] = self._scheduler.num_prefilling_tokens
         oldest = waiting.oldest()
         return self._stats.snapshot(
-            **adapters,
-            **images,
-            **shares,
+            **self._lora.gauges,
+            **self._encoder.gauges,
+            **waiting.gauges,
+            **rate,
             running=self._scheduler.num_running,
             waiting=len(waiting),
             waiting_prompt_tokens=waiting.num_tokens,
             oldest_waiting_s=0.0 if oldest is None else self._clock() - oldest.arrived_at,
             blocks_used=pool.size - pool.num_free,
             blocks_total=pool.size,
-            kv_offload=offload,
+            kv_offload=self._offload.gauges,
             sleep=self._sleep_state.state,
             with_samples=with_samples,
         )
@@ -756,13 +661,3 @@ class EngineCore:
         assert len(waiting) == 0, f"{len(waiting)} requests wait when none is unfinished"
         running = self._scheduler.num_running
         assert running == 0, f"{running} requests run when none is unfinished"
-
-
-def _num_usable_blocks(config: EngineConfig, ready: WorkerReady, table: BucketTable) -> int:
-    """KV blocks to use: all blocks of the worker. If decodes read a slice of the cache and
-    unprepared shapes are rejected: at most the blocks of the widest prepared decode."""
-    may_reject = config.warmup.on_unwarmed_shape == "reject" and not table.is_exact
-    if not (ready.contiguous and may_reject):
-        return ready.num_blocks
-    widest = max((bucket[3] for bucket in table.buckets if bucket[0] == DECODE), default=0)
-    return min(ready.num_blocks, widest)

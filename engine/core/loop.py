@@ -26,8 +26,9 @@ from config.malloc import trim_memory
 from config.params.lora import NamedAdapter
 from config.params.structured_output import GrammarSpec
 from engine.core.adapter_reader import AdapterReader
-from engine.core.coupled_steps import DPSync, StepGroup
-from engine.core.engine_core import EngineCore
+from engine.core.build import build_core
+from engine.core.coupled_steps import DPSync, StepGroup, StepSync
+from engine.core.engine_core import EngineCore, Listeners
 from engine.core.lockstep import Entry, FrontEndChange, LockstepInbox
 from engine.executors.base import IDLE_S, Executor, Lockstep
 from engine.kv_cache.prefix_hashes import block_hashes
@@ -103,8 +104,7 @@ class EngineLoop:
         self._inbox: SimpleQueue[Entry] | WakingInbox = SimpleQueue()
         if config.num_coupled_engines > 1:
             self._inbox = WakingInbox()
-        self._coupled: DPSync | None = None
-        """Set if engines share experts."""
+        self._sync = StepSync(engine)
         self._is_lockstep = config.executor == EXTERNAL_LAUNCHER
         self._lockstep: LockstepInbox | None = None
         """Set if the engines of several ranks step in lockstep."""
@@ -332,23 +332,21 @@ class EngineLoop:
         self._compiler.start(self._config.model, worker.vocab_size, ends, early=freeze_garbage)
         table = make_table(self._config, worker)
         if group is not None:
-            self._coupled = DPSync(
+            self._sync = DPSync(
                 group,
                 self._engine,
                 make_table(self._config, worker),
                 max_tokens=self._config.scheduler.token_budget(),
             )
-        core = EngineCore(
+        core = build_core(
             self._config,
             executor,
             worker,
             table,
             time.monotonic,
-            on_progress=self._report,
-            on_start=self._emit_all,
-            engine=self._engine,
-            coupled=self._coupled,
+            sync=self._sync,
             adapters=adapters,
+            listeners=Listeners(self._report, self._emit_all),
         )
         for front_end in range(self._num_front_ends):
             core.add_front_end(front_end)
@@ -388,8 +386,8 @@ class EngineLoop:
             for item in self._lockstep.take(has_work=core.has_work):
                 self._handle(core, item)
             return
-        if isinstance(self._inbox, WakingInbox) and self._coupled is not None:
-            self._wait_coupled(core, self._inbox, self._coupled)
+        if isinstance(self._inbox, WakingInbox) and self._sync.is_coupled:
+            self._wait_coupled(core, self._inbox)
         elif not core.has_work:
             entry = self._wait(core)
             if entry is not None:
@@ -412,7 +410,7 @@ class EngineLoop:
         trim_memory()
         return self._inbox.get()
 
-    def _wait_coupled(self, core: EngineCore, inbox: WakingInbox, coupled: DPSync) -> None:
+    def _wait_coupled(self, core: EngineCore, inbox: WakingInbox) -> None:
         """Block until an entry arrives or another engine proposes a step; returns at once if there
         is work."""
         while not core.has_work:
@@ -420,7 +418,7 @@ class EngineLoop:
             inbox.clear_wake()
             if inbox.qsize():
                 return
-            coupled.wait(inbox.wake_fd)
+            self._sync.wait(inbox.wake_fd)
 
     def _handle(self, core: EngineCore, item: Entry) -> None:
         self._is_busy = False

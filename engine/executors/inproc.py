@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from config.engine import EngineConfig
+from engine.executors.base import Executor
 from hpu.protocol import (
     SINGLE_RANK,
     AdapterLoaded,
@@ -22,7 +23,7 @@ from hpu.protocol import (
 from hpu.worker.worker import Worker
 
 
-class InprocExecutor:
+class InprocExecutor(Executor):
     """Executor without a worker process and without copies; the worker's Python runs on the
     scheduler's thread.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, RequestFailed, UserError
 from config.log import applied as applied_log
+from engine.executors.base import Executor
 from engine.executors.worker_launcher import WorkerLauncher
 from engine.executors.worker_main import WorkerOrders
 from engine.process.child_process import ProcessEnd
@@ -72,7 +73,7 @@ class WorkerProcess:
         """Finished reads in the order of the calls, which is the same on all workers."""
 
 
-class MultiprocExecutor:
+class MultiprocExecutor(Executor):
     """Executor with a process for each worker. All methods must be called on the same thread.
 
     Every worker receives every message; the worker `output_rank` sends the results. The first death

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.offload import KVOffload
+from engine.kv_cache.offload import NO_OFFLOAD, KVOffload
 from engine.kv_cache.prefix_hashes import chain, images_in, root_hash
 from engine.request import NEVER, PREEMPTED, Request
 
@@ -42,11 +42,11 @@ class KVCacheManager:
         self.prefix_caching = prefix_caching
         self.contiguous = contiguous
         self.pool = BlockPool(num_blocks, lowest_first=contiguous)
-        self.offload = offload
         self._all_see_images = all_see_images
-        if offload is not None:
+        self.offload = KVOffload(NO_OFFLOAD, block_size) if offload is None else offload
+        if self.offload.is_enabled:
             assert prefix_caching, "blocks outside the device are found by their hashes"
-            self.pool.on_evict = offload.evicted
+            self.pool.on_evict = self.offload.evicted
         self._computing: dict[bytes, Request] = {}
         """Prompt blocks that are being computed: hash to the computing request."""
 
@@ -64,15 +64,20 @@ class KVCacheManager:
         for block_hash in request.block_hashes[: self._max_prefix_blocks(request)]:
             block = self.pool.get_cached_block(block_hash)
             if block is None:
-                if self.offload is None or not self.offload.holds(block_hash):
+                if not self.offload.holds(block_hash):
                     break
                 block = ON_HOST
             prefix.append(block)
         return prefix
 
+    def prefetch(self, request: Request) -> None:
+        """Start to read the request's blocks from files, if that is worthwhile."""
+        if self.offload.is_enabled:
+            self.should_wait_for_files(request, self.find_prefix(request))
+
     def should_wait_for_files(self, request: Request, prefix: list[int]) -> bool:
         """Whether blocks after `prefix` are being read from files. Starts reads if worthwhile."""
-        if self.offload is None:
+        if not self.offload.is_enabled:
             return False
         hashes = request.block_hashes[: self._max_prefix_blocks(request)]
         return self.offload.must_wait(request.key, hashes, len(prefix))
@@ -109,10 +114,9 @@ class KVCacheManager:
         for block in prefix:
             if block != ON_HOST:
                 self.pool.touch(block)
-        if self.offload is not None:
-            self.offload.started(request.key)
-            if ON_HOST in prefix:
-                prefix = self._load(request, prefix, self.offload)
+        self.offload.started(request.key)
+        if ON_HOST in prefix:
+            prefix = self._load(request, prefix)
         request.blocks = prefix
         request.num_computed_tokens = request.num_cached_tokens = len(prefix) * self.block_size
         if self.prefix_caching:
@@ -121,7 +125,7 @@ class KVCacheManager:
             for block_hash in request.pending_hashes:
                 self._computing.setdefault(block_hash, request)
 
-    def _load(self, request: Request, prefix: list[int], offload: KVOffload) -> list[int]:
+    def _load(self, request: Request, prefix: list[int]) -> list[int]:
         """`prefix` with newly allocated blocks in place of ON_HOST. The blocks are cached at once:
         the next plan copies them in before its launches run."""
         hashes = [
@@ -130,9 +134,9 @@ class KVCacheManager:
             if block == ON_HOST
         ]
         # Pin before allocating: allocation can evict blocks to the host.
-        slots = offload.pin(hashes)
+        slots = self.offload.pin(hashes)
         loaded = self.pool.allocate(len(hashes))
-        offload.load(slots, loaded, hashes)
+        self.offload.load(slots, loaded, hashes)
         for block, block_hash in zip(loaded, hashes, strict=True):
             self.pool.cache_block(block, block_hash)
         rest = iter(loaded)
@@ -206,17 +210,15 @@ class KVCacheManager:
         request.next_cache_at = NEVER
         for block in request.blocks:
             self.pool.evict(block)
-        if self.offload is not None:
-            for block_hash in request.block_hashes[: len(request.blocks)]:
-                self.offload.drop(block_hash)
+        for block_hash in request.block_hashes[: len(request.blocks)]:
+            self.offload.drop(block_hash)
 
     def drop(self, block: int, block_hash: bytes) -> None:
         """Remove a block with wrong contents, and its copies, from all caches. By now the block may
         be free or hold other contents."""
         if self.pool.get_cached_block(block_hash) == block:
             self.pool.evict(block)
-        if self.offload is not None:
-            self.offload.drop(block_hash)
+        self.offload.drop(block_hash)
 
     def free(self, request: Request) -> None:
         """Free the request's blocks, tail first, so that a prefix is evicted after its
@@ -225,7 +227,7 @@ class KVCacheManager:
             if self._computing.get(block_hash) is request:
                 del self._computing[block_hash]
         request.pending_hashes = []
-        if self.offload is not None and request.state == PREEMPTED:
+        if request.state == PREEMPTED:
             self.offload.preempted(request.key, request.block_hashes[: len(request.blocks)])
         self.pool.free(reversed(request.blocks))
         request.blocks = []
@@ -235,14 +237,12 @@ class KVCacheManager:
 
     def forget(self, request: Request) -> None:
         """Forget a waiting request that ends."""
-        if self.offload is not None:
-            self.offload.started(request.key)
+        self.offload.started(request.key)
 
     def reset_prefix_cache(self, requests: Iterable[Request], *, drops_files: bool = True) -> None:
         """Drop every hash. `drops_files`: also drop blocks in files. `requests`, all requests with
         blocks, stop caching: their KV was computed before the reset."""
-        if self.offload is not None:
-            self.offload.reset(drops_files=drops_files)
+        self.offload.reset(drops_files=drops_files)
         self.pool.reset_cache()
         self._computing.clear()
         for request in requests:
@@ -251,8 +251,7 @@ class KVCacheManager:
     def check(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError unless the pool and the block tables of `requests` agree."""
         requests = list(requests)
-        if self.offload is not None:
-            self.offload.check()
+        self.offload.check()
         self.pool.check(request.blocks for request in requests)
         strays = {request.key for request in self._computing.values() if request not in requests}
         assert not strays, f"{strays} compute blocks and have none"

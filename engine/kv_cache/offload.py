@@ -12,14 +12,22 @@ FETCH_SHARE = 2
 """At most 1/FETCH_SHARE of the slots are reserved for blocks that are being read from files."""
 
 
+NO_OFFLOAD = OffloadFacts(num_slots=0, load_s=0.0, max_files=0, file_hashes=b"")
+"""Facts of workers that keep no blocks outside the device."""
+
+
 class KVOffload:
     """Decides which blocks are copied to the host and back. Copies travel with the next plan; file
     reads run beside the plans, into slots that no plan uses meanwhile.
 
-    `only_preempted`: only blocks of preempted requests are offloaded.
+    With NO_OFFLOAD, no block is stored or found. `only_preempted`: only blocks of preempted
+    requests are offloaded.
     """
 
-    def __init__(self, facts: OffloadFacts, block_size: int, *, only_preempted: bool) -> None:
+    def __init__(
+        self, facts: OffloadFacts, block_size: int, *, only_preempted: bool = False
+    ) -> None:
+        self.is_enabled = facts is not NO_OFFLOAD
         self._only_preempted = only_preempted
         self._block_size = block_size
         self._counts: Counter[str] = Counter()
@@ -209,8 +217,10 @@ class KVOffload:
 
     @property
     def gauges(self) -> dict[str, int]:
-        """EngineStats fields: counts since the start, and current blocks in host memory and
-        files."""
+        """EngineStats.kv_offload: counts since the start, and current blocks in host memory and
+        files; empty without offloading."""
+        if not self.is_enabled:
+            return {}
         index = self._index
         return {
             **{name: self._counts[name] for name in COUNTS},

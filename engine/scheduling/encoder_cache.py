@@ -1,9 +1,11 @@
 """EncoderCacheManager: schedules image encoding and tracks the embeddings in the worker's cache."""
 
 from collections import OrderedDict
+from collections.abc import Set
 from dataclasses import dataclass
 
 from engine.request import Request
+from engine.scheduling.resource import Refusal, RequestResource
 from engine.transport.messages import AddRequest
 from hpu.protocol import TOKEN_BYTES, EncoderInput, ImagePlacement, StepPlan
 
@@ -17,8 +19,9 @@ class _Entry:
     """References by running requests whose chunks have not yet passed the image's last token."""
 
 
-class EncoderCacheManager:
-    """Bounds the embedding rows that the worker keeps to `max_tokens`.
+class EncoderCacheManager(RequestResource):
+    """Bounds the embedding rows that the worker keeps to `max_tokens`; 0 if the model takes no
+    images.
 
     An image is encoded with the first chunk that overlaps it, and is referenced until its last
     token is scheduled. Then it stays cached until it is evicted, least recently used first. Between
@@ -27,13 +30,20 @@ class EncoderCacheManager:
     """
 
     def __init__(
-        self, max_tokens: int, *, whole_images: bool = False, request_tiles: int = 0
+        self,
+        max_tokens: int,
+        max_num_batched_tokens: int,
+        *,
+        whole_images: bool = False,
+        request_tiles: int = 0,
     ) -> None:
-        """`whole_images`: a chunk may not end inside an image. `request_tiles`: for models with
-        cross-attention to images, the maximum rows of a request's images; all of them are encoded
-        with the first chunk and referenced until the request ends. 0: other models."""
+        """`max_num_batched_tokens`: token budget of a step. `whole_images`: a chunk may not end
+        inside an image. `request_tiles`: for models with cross-attention to images, the maximum
+        rows of a request's images; all of them are encoded with the first chunk and referenced
+        until the request ends. 0: other models."""
         self.max_tokens = max_tokens
-        self.whole_images = whole_images
+        self._max_step_tokens = max_num_batched_tokens
+        self.holds_back_later = self._whole_images = whole_images
         self._request_tiles = request_tiles
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         """Entries by content hash, least recently used first."""
@@ -44,7 +54,7 @@ class EncoderCacheManager:
         """Referenced images of each request, by request key."""
         self._done: list[tuple[int, ImagePlacement]] = []
         """(request key, image) pairs of images whose last token is in the plan under construction.
-        They stay referenced until `end_step`: the plan's evictions run before its launches."""
+        They stay referenced until `fill_plan`: the plan's evictions run before its launches."""
         self._to_encode: list[EncoderInput] = []
         self._to_free: list[bytes] = []
         self._is_full = False
@@ -52,7 +62,17 @@ class EncoderCacheManager:
         self.num_queries = self.num_hits = 0
         self.num_images = self.num_encoded_tokens = 0
 
-    def refusal(self, message: AddRequest, max_num_batched_tokens: int) -> str | None:
+    def refusal(self, message: AddRequest) -> Refusal | None:
+        if not message.images:
+            return None
+        if not self.max_tokens or message.pooling is not None:
+            error: str | None = f"the request has {len(message.images)} images, the model takes 0"
+        else:
+            error = self._error(message)
+        # param "": a client error, caused by too many or too large images.
+        return None if error is None else Refusal(error, "")
+
+    def _error(self, message: AddRequest) -> str | None:
         """Why a request's images can never be computed; None if they can."""
         sizes = {image.content: image.num_embeddings for image in message.encoded_images}
         num_tokens = message.prompt.nbytes // TOKEN_BYTES
@@ -71,10 +91,10 @@ class EncoderCacheManager:
                     f"an image has {sizes[image.content]} embeddings, the encoder cache takes "
                     f"{self.max_tokens}"
                 )
-            if self.whole_images and image.length > max_num_batched_tokens:
+            if self._whole_images and image.length > self._max_step_tokens:
                 return (
                     f"an image has {image.length} tokens, which must be computed in one step, and "
-                    f"max_num_batched_tokens is {max_num_batched_tokens}"
+                    f"max_num_batched_tokens is {self._max_step_tokens}"
                 )
         total = sum(sizes[image.content] for image in message.images)
         if self._request_tiles and total > self._request_tiles:
@@ -91,6 +111,8 @@ class EncoderCacheManager:
     def fit(self, request: Request, start: int, count: int) -> int:
         """How many of the `count` tokens from `start` on may be scheduled now. The count ends
         before the first image that does not fit, or that the chunk would split."""
+        if not request.images:
+            return count
         stop = start + count
         if self._request_tiles:
             return count if request.key in self._held or self._has_room(request) else 0
@@ -102,7 +124,7 @@ class EncoderCacheManager:
                 continue
             if image.offset >= stop:
                 break
-            if self.whole_images and end > stop:
+            if self._whole_images and end > stop:
                 return max(image.offset - start, 0)
             if image.content in held:
                 continue
@@ -132,6 +154,8 @@ class EncoderCacheManager:
 
     def add_chunk(self, request: Request, start: int, count: int) -> None:
         """Schedule `count` tokens from `start` on, which must fit, and encode their images."""
+        if not request.images:
+            return
         if self._request_tiles:
             if request.key not in self._held:
                 for image in request.images:
@@ -177,7 +201,7 @@ class EncoderCacheManager:
             self._num_tokens -= self._entries.pop(content).num_tokens
             self._to_free.append(content)
 
-    def end_step(self, plan: StepPlan) -> None:
+    def fill_plan(self, plan: StepPlan) -> None:
         """Set the plan's images to encode and to free, and release images whose last token was
         scheduled."""
         plan.encoded_images, self._to_encode = self._to_encode, []
@@ -191,7 +215,7 @@ class EncoderCacheManager:
                 if not held:
                     del self._held[key]
 
-    def finish_request(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Release the images of a request that ended or was preempted. Plans in flight still use
         them: evictions travel with later plans."""
         for image in self._held.pop(request.key, ()):
@@ -221,7 +245,7 @@ class EncoderCacheManager:
             "encoded_image_tokens": self.num_encoded_tokens,
         }
 
-    def check(self, running: set[int]) -> None:
+    def check(self, running: Set[int]) -> None:
         """Raise AssertionError unless counts and references agree. `running`: keys of the requests
         that may hold references."""
         counts: dict[bytes, int] = {}

@@ -158,6 +158,14 @@ class FairQueue(WaitingQueue):
         tenant.virtual_time += num_output - request.expected_output
         self._update(request.tenant, tenant)
 
+    @property
+    def gauges(self) -> dict[str, object]:
+        return {
+            **super().gauges,
+            "waiting_tenants": self.num_waiting_tenants,
+            "tenant_tokens": self.served.copy(),
+        }
+
     def _count_served(self, number: int, num_tokens: int) -> None:
         label = tenant_label(number)
         if label not in self.served and len(self.served) >= MAX_LABELS:
@@ -193,18 +201,18 @@ class FairQueue(WaitingQueue):
         }
 
 
-def make_waiting_queue(config: SchedulerConfig, lora: LoRASlots | None) -> WaitingQueue:
+def make_waiting_queue(config: SchedulerConfig, lora: LoRASlots) -> WaitingQueue:
     """Create the waiting queue of a scheduler."""
     by_share = config.max_ttft_s > 0
 
-    def one_queue(*, by_share: bool = False) -> WaitingQueue:
-        if lora is None:
+    def make_queue(*, by_share: bool = False) -> WaitingQueue:
+        if not lora.is_enabled:
             return WaitingQueue(by_share=by_share)
         return AdapterQueue(lora, by_share=by_share)
 
     if config.fair_share:
-        return FairQueue(one_queue, by_share=by_share)
-    return one_queue(by_share=by_share)
+        return FairQueue(make_queue, by_share=by_share)
+    return make_queue(by_share=by_share)
 
 
 def tenant_label(tenant: int) -> str:

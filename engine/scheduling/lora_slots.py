@@ -1,6 +1,7 @@
 """LoRASlots: tracks adapters in host memory and in device slots, and requests that wait for
 adapters."""
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,8 +9,10 @@ from config.errors import UserError
 from config.lora.info import LoRAInfo
 from config.params.lora import LoRAConfig
 from engine.request import Request
+from engine.scheduling.resource import Refusal, RequestResource
 from engine.scheduling.waiting_queue import WaitingQueue, order_key
-from hpu.protocol import NO_SLOT, AdapterLoaded, DropAdapter, LoadAdapter
+from engine.transport.messages import AddRequest
+from hpu.protocol import NO_SLOT, AdapterLoaded, DropAdapter, LoadAdapter, StepPlan
 
 ABSENT, LOADING, LOADED = range(3)
 
@@ -36,12 +39,16 @@ class _Entry:
     last_used: int = 0
 
 
-class LoRASlots:
+class LoRASlots(RequestResource):
     """Assigns adapters to host memory and to `max_loras` device slots. A running request's adapter
     keeps its slot; an adapter with unfinished requests keeps its host memory. Other adapters stay
-    until their place is needed, evicted least recently used first."""
+    until their place is needed, evicted least recently used first.
+
+    With LoRA off, no adapter can be registered.
+    """
 
     def __init__(self, config: LoRAConfig) -> None:
+        self.is_enabled = config.enable_lora
         self.max_loras = config.max_loras
         self._max_host = config.num_cpu_loras
         self._entries: dict[str, _Entry] = {}
@@ -71,8 +78,9 @@ class LoRASlots:
         return list(self._by_name.values())
 
     def register(self, info: LoRAInfo) -> None:
-        """Serve an adapter from now on. Raises UserError if the name is taken or MAX_ADAPTERS are
-        served."""
+        """Serve an adapter from now on. Raises UserError if LoRA is off, the name is taken or
+        MAX_ADAPTERS are served."""
+        self._check_enabled()
         if info.name in self._by_name:
             raise UserError(f"the adapter {info.name} is loaded already", param="lora_name")
         if len(self._by_name) >= MAX_ADAPTERS:
@@ -90,7 +98,9 @@ class LoRASlots:
 
     def unregister(self, name: str) -> int:
         """Stop serving an adapter to new requests. Its memory is freed when its last request ends.
-        Returns the number of unfinished requests. Raises UserError for an unknown name."""
+        Returns the number of unfinished requests. Raises UserError if LoRA is off or the name is
+        unknown."""
+        self._check_enabled()
         info = self._by_name.pop(name, None)
         if info is None:
             raise UserError(f"there is no adapter {name}", param="lora_name")
@@ -111,10 +121,22 @@ class LoRASlots:
         entry = self._entries.get(content)
         return entry is not None and bool(entry.names)
 
+    def _check_enabled(self) -> None:
+        if not self.is_enabled:
+            raise UserError("this server serves no adapters: start it with --enable-lora")
+
     # Requests
 
+    def refusal(self, message: AddRequest) -> Refusal | None:
+        was_accepted = message.is_continuation or message.resumption is not None
+        if not message.adapter or self.serves(message.adapter, is_continuation=was_accepted):
+            return None
+        return Refusal("the adapter of the request was unloaded", "model")
+
     def add_request(self, request: Request) -> None:
-        """Register a waiting request with an adapter that `serves` allowed."""
+        """Register a waiting request; `serves` allowed its adapter."""
+        if not request.adapter:
+            return
         entry = self._entries.get(request.adapter)
         if entry is None:
             # A continuation whose adapter was dropped.
@@ -124,7 +146,8 @@ class LoRASlots:
             self._load(entry)
 
     def finish_request(self, request: Request) -> None:
-        """Remove an ended request in any state."""
+        if not request.adapter:
+            return
         entry = self._entries[request.adapter]
         entry.num_requests -= 1
         if request is self._blocked:
@@ -150,11 +173,11 @@ class LoRASlots:
             self._blocked = request
         return False
 
-    def start(self, request: Request) -> int:
-        """Slot of a request that starts; NO_SLOT without an adapter. Call before a FairQueue
-        changes the request's `priority_key`, which shows whether it passes an older request."""
+    def start(self, request: Request) -> None:
+        """Set the `lora_slot` of a request that starts. Call before a FairQueue changes the
+        request's `priority_key`, which shows whether it passes an older request."""
         if not request.adapter:
-            return NO_SLOT
+            return
         entry = self._entries[request.adapter]
         if request is self._blocked:
             self._unblock()
@@ -166,10 +189,12 @@ class LoRASlots:
             self._take_slot(slot, entry)
         entry.num_running += 1
         self._use(entry)
-        return entry.slot
+        request.lora_slot = entry.slot
 
     def release(self, request: Request) -> None:
         """Release the slot reference of a started request that ended or was preempted."""
+        if not request.adapter:
+            return
         entry = self._entries[request.adapter]
         entry.num_running -= 1
         if not entry.num_running:
@@ -186,12 +211,13 @@ class LoRASlots:
         drops, self._drops = self._drops, []
         return drops
 
-    def take_assigned(self) -> tuple[list[int], list[str]]:
-        """Slots that the next plan fills, and the content hashes of their adapters."""
-        assigned, self._assigned = self._assigned, []
-        # If a slot was assigned twice, the last adapter wins.
-        last = dict(assigned)
-        return list(last), list(last.values())
+    def fill_plan(self, plan: StepPlan) -> None:
+        """Set the slots that the plan fills, and the content hashes of their adapters."""
+        if self._assigned:
+            assigned, self._assigned = self._assigned, []
+            # If a slot was assigned twice, the last adapter wins.
+            last = dict(assigned)
+            plan.lora_slots, plan.lora_adapters = list(last), list(last.values())
 
     def on_loaded(self, message: AdapterLoaded) -> bool:
         """Handle the workers' answer to a load. False if the adapter could not be read: the caller
@@ -243,7 +269,9 @@ class LoRASlots:
 
     @property
     def gauges(self) -> dict[str, Any]:
-        """EngineStats fields about adapters."""
+        """EngineStats fields about adapters; empty with LoRA off."""
+        if not self.is_enabled:
+            return {}
         return {
             "max_loras": self.max_loras,
             "lora_running": self.running,
@@ -254,7 +282,7 @@ class LoRASlots:
             "lora_bytes": self.num_bytes,
         }
 
-    def check(self) -> None:
+    def check(self, running: Set[int]) -> None:
         """Raise AssertionError unless slots and adapters agree."""
         for slot, entry in enumerate(self._slots):
             assert entry is None or entry.slot == slot, f"slot {slot} is not that of its adapter"

@@ -1,16 +1,17 @@
 """PoolingScheduler: schedules the requests of a pooling model."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 
 from config.engine import SchedulerConfig
 from config.params.pooling import EMBED, TOKEN_EMBED, PoolingFacts, PoolingParams
 from engine.request import FINISHED, RUNNING, WAITING, Request
-from engine.scheduling.fair_queue import FairQueue, make_waiting_queue
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
-from engine.scheduling.lora_slots import LoRASlots
 from engine.scheduling.request_turns import RequestTurns
+from engine.scheduling.resource import Refusal, RequestResource
 from engine.scheduling.scheduler import SchedulerOutput
-from hpu.protocol import PREFILL, StepPlan, Text
+from engine.scheduling.waiting_queue import WaitingQueue
+from engine.transport.messages import AddRequest
+from hpu.protocol import PREFILL, TOKEN_BYTES, StepPlan, Text
 
 
 class PoolingScheduler:
@@ -23,15 +24,16 @@ class PoolingScheduler:
     def __init__(
         self,
         config: SchedulerConfig,
+        waiting: WaitingQueue,
         facts: PoolingFacts,
         packer: LaunchPacker,
         max_tokens: int,
-        lora: LoRASlots | None = None,
+        resources: Sequence[RequestResource] = (),
     ) -> None:
-        self.waiting = make_waiting_queue(config, lora)
-        self._fair = self.waiting if isinstance(self.waiting, FairQueue) else None
+        """`max_tokens`: token budget of a step."""
+        self.waiting = waiting
+        self._resources = resources
         self._turns = RequestTurns(by_tenant=config.fair_share)
-        self._lora = lora
         self._facts = facts
         self._packer = packer
         self._max_tokens = max_tokens
@@ -59,9 +61,16 @@ class PoolingScheduler:
     def has_work(self) -> bool:
         return len(self.waiting) > 0
 
+    def refusal(self, message: AddRequest) -> Refusal | None:
+        """Why the model cannot serve a request; None if it can."""
+        if message.pooling is None:
+            return Refusal("the model gives vectors, and no tokens", "model")
+        num_tokens = message.prompt.nbytes // TOKEN_BYTES
+        return _pooling_refusal(message.pooling, self._facts, num_tokens)
+
     def add_request(self, request: Request) -> None:
-        if self._lora is not None and request.adapter:
-            self._lora.add_request(request)
+        for resource in self._resources:
+            resource.add_request(request)
         self._turns.add(request)
         self.waiting.add(request)
 
@@ -73,12 +82,13 @@ class PoolingScheduler:
                 self.waiting.remove(request)
                 self._turns.remove(request)
             self._running.discard(request.key)
-            if self._lora is not None and request.adapter and state != FINISHED:
+            if state == FINISHED:
+                continue
+            for resource in self._resources:
                 if state == RUNNING:
-                    self._lora.release(request)
-                self._lora.finish_request(request)
-            if self._fair is not None and state != FINISHED:
-                self._fair.finish(request)
+                    resource.release(request)
+                resource.finish_request(request)
+            self.waiting.finish(request)
 
     def restart_requests(self, blocks: Set[int]) -> list[Request]:
         """Always empty: pooling requests have no blocks."""
@@ -88,9 +98,9 @@ class PoolingScheduler:
         """Does nothing: there are no blocks to free."""
 
     def reset(self) -> None:
-        """Reset adapter slots; the worker keeps no other state between steps."""
-        if self._lora is not None:
-            self._lora.reset()
+        """Reset the resources; the worker keeps no other state between steps."""
+        for resource in self._resources:
+            resource.reset()
 
     def schedule(self, step: int) -> SchedulerOutput:
         """Schedule a step. The caller must submit the output's plan unless it is None."""
@@ -110,10 +120,9 @@ class PoolingScheduler:
                 continue
             self.waiting.remove(request)
             self._turns.start(request)
-            if self._lora is not None:
-                request.lora_slot = self._lora.start(request)
-            if self._fair is not None:
-                self._fair.start(request, 0)
+            for resource in self._resources:
+                resource.start(request)
+            self.waiting.start(request, 0)
             request.state = RUNNING
             request.req_index = len(output.chunks)
             self._running.add(request.key)
@@ -134,8 +143,8 @@ class PoolingScheduler:
         output.num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
         texts = [self._text(chunk.request) for chunk in output.chunks]
         output.plan = StepPlan(output.step, launches, texts=texts)
-        if self._lora is not None:
-            output.plan.lora_slots, output.plan.lora_adapters = self._lora.take_assigned()
+        for resource in self._resources:
+            resource.fill_plan(output.plan)
 
     def _text(self, request: Request) -> Text:
         params = request.pooling
@@ -152,49 +161,41 @@ class PoolingScheduler:
         )
 
     def check(self) -> None:
-        """Raise AssertionError unless the waiting texts and the adapter slots agree; there are no
-        blocks to check."""
+        """Raise AssertionError unless the waiting texts and the resources agree; pooling requests
+        have no blocks."""
         assert self._turns.num_waiting == len(self.waiting), (
             f"{self._turns.num_waiting} texts have a turn, {len(self.waiting)} wait"
         )
-        if self._lora is not None:
-            self._lora.check()
+        for resource in self._resources:
+            resource.check(self._running)
 
 
-def pooling_refusal(
-    params: PoolingParams | None, facts: PoolingFacts | None, num_tokens: int
-) -> tuple[str, str] | None:
-    """Why the model cannot serve a request of `num_tokens`, and the parameter at fault; None if it
-    can."""
-    if params is None or facts is None:
-        if params is None and facts is None:
-            return None
-        produces = "tokens, and no vectors" if facts is None else "vectors, and no tokens"
-        return f"the model gives {produces}", "model"
+def _pooling_refusal(params: PoolingParams, facts: PoolingFacts, num_tokens: int) -> Refusal | None:
+    """Why the model cannot serve a request of `num_tokens`; None if it can."""
     if params.task not in facts.tasks:
-        return f"task is {params.task!r}, the model does {' and '.join(facts.tasks)}", "task"
+        error = f"task is {params.task!r}, the model does {' and '.join(facts.tasks)}"
+        return Refusal(error, "task")
     for name in ("num_first", "num_skipped"):
         count = getattr(params, name)
         if count >= num_tokens:
-            return f"{name} is {count}, the text has {num_tokens} tokens", name
-    return _wrong_dimensions(params, facts)
+            return Refusal(f"{name} is {count}, the text has {num_tokens} tokens", name)
+    wrong = _wrong_dimensions(params, facts)
+    return None if wrong is None else Refusal(wrong, "dimensions")
 
 
-def _wrong_dimensions(params: PoolingParams, facts: PoolingFacts) -> tuple[str, str] | None:
+def _wrong_dimensions(params: PoolingParams, facts: PoolingFacts) -> str | None:
     dimensions = params.dimensions
     if dimensions is None or params.task not in (EMBED, TOKEN_EMBED):
         return None
     width = facts.width if params.task == EMBED else facts.token_width
-    name = "dimensions"
     if dimensions > width:
-        return f"dimensions is {dimensions}, the model's vectors have {width}", name
+        return f"dimensions is {dimensions}, the model's vectors have {width}"
     if facts.dimensions is None or dimensions == width or dimensions in facts.dimensions:
         return None
     if facts.dimensions:
         trained = ", ".join(map(str, facts.dimensions))
-        return f"dimensions is {dimensions}, the model was trained for {trained}", name
+        return f"dimensions is {dimensions}, the model was trained for {trained}"
     return (
         f"dimensions is {dimensions}, the model's vectors have {width} and were not trained to be "
-        "cut",
-        name,
+        "cut"
     )

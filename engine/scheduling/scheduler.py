@@ -3,21 +3,22 @@
 import logging
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from config.engine import SchedulerConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import FINISHED, PREEMPTED, RUNNING, WAITING, Request
-from engine.scheduling.encoder_cache import EncoderCacheManager
-from engine.scheduling.fair_queue import FairQueue, make_waiting_queue
 from engine.scheduling.grammar_masks import add_masks
 from engine.scheduling.known_tokens import known_tokens
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
-from engine.scheduling.lora_slots import LoRASlots
+from engine.scheduling.resource import Refusal, RequestResource
+from engine.scheduling.waiting_queue import WaitingQueue
 from engine.stats import StepStats
-from hpu.protocol import DECODE, NO_SLOT, PREFILL, NewRequest, StepPlan
+from engine.transport.messages import AddRequest
+from hpu.protocol import DECODE, PREFILL, TOKEN_BYTES, NewRequest, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,22 @@ class SchedulerOutput:
     """Requests whose grammar masks follow the plan, in the order of `plan.deferred_requests`."""
 
 
+class LaunchFacts(NamedTuple):
+    """What the scheduler knows about the launches of the workers."""
+
+    prefill_tokens: int = 0
+    """Prompt tokens after which a step starts no further prompt; 0: only the budget limits it."""
+    num_stages: int = 1
+    """Pipeline stages."""
+    tokens_per_decode: int = 1
+    """Maximum tokens that a decode computes, more than 1 with speculation."""
+    defrag_threshold: int = 32
+    """Free blocks allowed below the highest used block if decodes read a slice of the cache."""
+
+
+ONE_DEVICE = LaunchFacts()
+
+
 class Scheduler:
     """Gives every running request its next tokens, then spends the rest of the budget on waiting
     requests in the order of their priority keys.
@@ -68,10 +85,11 @@ class Scheduler:
     collected (`_draining`). Both running lists are sorted by priority key; the last request is
     preempted first.
 
-    If a larger prefill launch takes no less time per token (`prefill_launch_tokens`), prompts that
-    arrive together are spread over several steps, so that the first prompts need not wait for the
-    launch of the last. Only the first of these steps decodes: a decode in each step would delay the
-    later prompts. Running requests wait no longer than for a single step with all these prompts.
+    If a larger prefill launch takes no less time per token (`LaunchFacts.prefill_tokens`), prompts
+    that arrive together are spread over several steps, so that the first prompts need not wait for
+    the launch of the last. Only the first of these steps decodes: a decode in each step would delay
+    the later prompts. Running requests wait no longer than for a single step with all these
+    prompts.
 
     With pipeline stages, a decode's input token returns to the first stage `num_stages` steps after
     it was sampled. Each step takes a share of the decodes, so that the shares follow each other
@@ -81,49 +99,41 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
+        waiting: WaitingQueue,
         kv: KVCacheManager,
         packer: LaunchPacker,
         stats: StepStats,
-        *,
-        defrag_threshold: int = 32,
-        prefill_launch_tokens: int = 0,
-        num_stages: int = 1,
-        max_tokens_per_step: int = 1,
-        lora: LoRASlots | None = None,
-        encoder: EncoderCacheManager | None = None,
+        resources: Sequence[RequestResource] = (),
+        facts: LaunchFacts = ONE_DEVICE,
     ) -> None:
-        """`defrag_threshold`: free blocks allowed below the highest used block if decodes read a
-        slice of the cache. `prefill_launch_tokens`: prompt tokens after which a step starts no
-        further prompt; 0: only the budget limits it. `max_tokens_per_step`: maximum tokens that a
-        decode computes, more than 1 with speculation."""
-        self.waiting = make_waiting_queue(config, lora)
-        self._fair = self.waiting if isinstance(self.waiting, FairQueue) else None
-        self._lora = lora
-        self._encoder = encoder
+        """`resources`: in the order in which they limit a chunk."""
+        self.waiting = waiting
+        self._resources = resources
+        self._holds_back_later = any(resource.holds_back_later for resource in resources)
         self._kv = kv
         self._packer = packer
         self._stats = stats
         self._max_tokens = config.token_budget()
-        self._launch_tokens = prefill_launch_tokens or config.token_budget()
+        self._launch_tokens = facts.prefill_tokens or config.token_budget()
         self._num_since_decodes = 0
         """Prompt tokens scheduled since decodes last ran; reset to 0 by a step that is not full. At
         0 the next step decodes."""
-        self._num_stages = num_stages
-        self._decode_tokens = max_tokens_per_step
-        num_decode_tokens = config.max_num_seqs * max_tokens_per_step
-        if max_tokens_per_step > 1 and num_decode_tokens > config.token_budget():
+        self._num_stages = facts.num_stages
+        self._decode_tokens = facts.tokens_per_decode
+        num_decode_tokens = config.max_num_seqs * facts.tokens_per_decode
+        if facts.tokens_per_decode > 1 and num_decode_tokens > config.token_budget():
             logger.warning(
                 "%d decodes of %d tokens, with their drafts, need %d tokens in a step, "
                 "max_num_batched_tokens is %d: such a step computes at most %d prompt tokens; "
                 "set --max-num-batched-tokens above %d",
                 config.max_num_seqs,
-                max_tokens_per_step,
+                facts.tokens_per_decode,
                 num_decode_tokens,
                 config.token_budget(),
                 kv.block_size,
                 num_decode_tokens,
             )
-        self._num_last_tokens = max_tokens_per_step if num_stages > 1 else 1
+        self._num_last_tokens = facts.tokens_per_decode if facts.num_stages > 1 else 1
         """Last known tokens sent with each decode; more than 1 only for pipeline stages with
         speculation."""
         self._is_waiting_for_tokens = False
@@ -146,7 +156,7 @@ class Scheduler:
         """The new request that has its turn in place of continuations."""
         self._freed_indices: list[int] = []
         """Indices freed since the last plan; sent to the worker with the next plan."""
-        self._defrag_threshold = defrag_threshold
+        self._defrag_threshold = facts.defrag_threshold
         self._moves: list[tuple[int, int]] = []
         """Blocks moved since the last plan, as (from, to); sent with the next plan."""
         self._last_collected_step = -1
@@ -178,13 +188,24 @@ class Scheduler:
     def has_work(self) -> bool:
         return len(self.waiting) > 0 or len(self._free_indices) < self._max_num_seqs
 
+    def refusal(self, message: AddRequest) -> Refusal | None:
+        """Why a request cannot run; None if it can."""
+        if message.pooling is not None:
+            return Refusal("the model gives tokens, and no vectors", "model")
+        num_blocks = self._kv.num_blocks_for(message.prompt.nbytes // TOKEN_BYTES)
+        if num_blocks <= self._kv.pool.size:
+            return None
+        return Refusal(
+            f"the prompt needs {num_blocks} KV blocks of {self._kv.block_size} tokens, "
+            f"the cache has {self._kv.pool.size}"
+        )
+
     def add_request(self, request: Request) -> None:
-        if self._lora is not None and request.adapter:
-            self._lora.add_request(request)
+        for resource in self._resources:
+            resource.add_request(request)
         self.waiting.add(request)
-        if self._kv.offload is not None:
-            # File reads start while the request waits.
-            self._kv.should_wait_for_files(request, self._kv.find_prefix(request))
+        # File reads start while the request waits.
+        self._kv.prefetch(request)
 
     def finish_requests(self, requests: Iterable[Request]) -> None:
         """Remove requests that finished, failed or were aborted, in any state."""
@@ -196,10 +217,10 @@ class Scheduler:
             elif state == RUNNING:
                 self._has_finished = True
                 self._remove(request)
-            if self._lora is not None and request.adapter and state != FINISHED:
-                self._lora.finish_request(request)
-            if self._fair is not None and state != FINISHED:
-                self._fair.finish(request)
+            if state != FINISHED:
+                for resource in self._resources:
+                    resource.finish_request(request)
+                self.waiting.finish(request)
 
     def restart_requests(self, blocks: Set[int]) -> list[Request]:
         """Restart the requests whose block tables contain any of `blocks`, whose contents are
@@ -230,10 +251,8 @@ class Scheduler:
         """Reset after the worker lost its batch state and KV cache. No request may have blocks or
         an index."""
         assert not self._draining, f"{len(self._draining)} requests are draining"
-        if self._lora is not None:
-            self._lora.reset()
-        if self._encoder is not None:
-            self._encoder.reset()
+        for resource in self._resources:
+            resource.reset()
         self._freed_indices.clear()
         self._moves.clear()
 
@@ -243,8 +262,8 @@ class Scheduler:
         while self._reservations and self._reservations[0] <= step:
             self._reservations.popleft()
         self._update_running()
-        if self._encoder is not None:
-            self._encoder.begin_step()
+        for resource in self._resources:
+            resource.begin_step()
         if self._kv.contiguous and not self._moves:
             self._moves = self._kv.defragment(self.requests_with_blocks, self._defrag_threshold)
         num_since_decodes = self._num_since_decodes
@@ -331,10 +350,11 @@ class Scheduler:
             if budget == 0 or output.num_tokens >= self._launch_tokens:
                 break
             num_computed = request.num_computed_tokens
-            count = self._fit(request, min(request.num_prefill_tokens - num_computed, budget))
+            num_left = min(request.num_prefill_tokens - num_computed, budget)
+            count = self._fit(request, num_computed, num_left)
             if not count:
-                if self._encoder is not None and self._encoder.whole_images:
-                    # The image needs more tokens than decodes leave: start no further prefill.
+                if self._holds_back_later:
+                    # The request needs more tokens than decodes leave: start no further prefill.
                     return 0
                 continue
             error = self._packer.refusal(PREFILL, count, self._kv.num_blocks_for(num_computed))
@@ -347,12 +367,12 @@ class Scheduler:
                     continue
                 num_blocks = len(request.blocks) + min(num_missing, self._kv.pool.num_free)
                 room = num_blocks * self._kv.block_size - num_computed
-                if room < count and not self._fit(request, room):
+                if room < count and not self._fit(request, num_computed, room):
                     # The next tokens belong to an image that may not be split.
                     if not self._ensure_free_blocks(request, num_missing, output):
                         continue
                 elif room < count:
-                    count = self._fit(request, room)
+                    count = self._fit(request, num_computed, room)
                 num_missing = self._kv.num_blocks_for(num_computed + count) - len(request.blocks)
                 self._allocate(request, max(num_missing, 0), output)
             self._add_chunk(request, count, output)
@@ -367,7 +387,7 @@ class Scheduler:
         means that all requests in prefill have their blocks, or that no block is free.
         """
         kv = self._kv
-        if kv.offload is not None and kv.offload.version != self._files_version:
+        if kv.offload.version != self._files_version:
             self._files_version = kv.offload.version
             self.waiting.restore()
         while budget > 0 and self._free_indices and (request := self._next()):
@@ -390,7 +410,7 @@ class Scheduler:
                 self._fail(request, kv.num_blocks_for(request.num_tokens), output)
                 continue
             num_cached = len(prefix) * kv.block_size
-            count = self._fit(request, min(request.num_tokens - num_cached, budget), num_cached)
+            count = self._fit(request, num_cached, min(request.num_tokens - num_cached, budget))
             if not count:
                 break
             error = self._admission_refusal(request, count, num_cached)
@@ -429,13 +449,11 @@ class Scheduler:
         running = (*self._decoding, *self._prefilling) if request.is_suspect else ()
         return any(request.has_no_output for request in running)
 
-    def _fit(self, request: Request, count: int, start: int | None = None) -> int:
-        """How many of the next `count` tokens, from `start` or from the computed tokens on, can be
-        scheduled together with their images."""
-        if self._encoder is None or not request.images:
-            return count
-        start = request.num_computed_tokens if start is None else start
-        return self._encoder.fit(request, start, count)
+    def _fit(self, request: Request, start: int, count: int) -> int:
+        """How many of the `count` tokens from `start` on all resources let the step compute."""
+        for resource in self._resources:
+            count = resource.fit(request, start, count)
+        return count
 
     def _has_free_index(self, request: Request) -> bool:
         """Whether a free index is available to the request. While other requests run, the indices
@@ -451,9 +469,9 @@ class Scheduler:
             self._num_continued += 1
         if request.is_continuation and self._reservations:
             self._reservations.popleft()
-        slot = NO_SLOT if self._lora is None else self._lora.start(request)
-        if self._fair is not None:
-            self._fair.start(request, num_cached)
+        for resource in self._resources:
+            resource.start(request)
+        self.waiting.start(request, num_cached)
         request.req_index = self._free_indices.pop()
         request.state = RUNNING
         request.num_prefill_tokens = request.num_tokens
@@ -470,7 +488,7 @@ class Scheduler:
                 num_cached,
                 request.blocks.copy(),
                 request.request_sampling(),
-                slot,
+                request.lora_slot,
                 request.images,
                 is_private=bool(request.cache_salt),
             )
@@ -479,8 +497,8 @@ class Scheduler:
             output.started.append((request, num_cached))
 
     def _add_chunk(self, request: Request, count: int, output: SchedulerOutput) -> None:
-        if self._encoder is not None and request.images:
-            self._encoder.add_chunk(request, request.num_computed_tokens, count)
+        for resource in self._resources:
+            resource.add_chunk(request, request.num_computed_tokens, count)
         context = self._kv.num_blocks_for(request.num_computed_tokens)
         request.num_computed_tokens += count
         request.last_step = output.step
@@ -526,10 +544,8 @@ class Scheduler:
         self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        if self._lora is not None and request.adapter:
-            self._lora.release(request)
-        if self._encoder is not None and request.images:
-            self._encoder.finish_request(request)
+        for resource in self._resources:
+            resource.release(request)
         if request.last_step > self._last_collected_step:
             self._draining.append(request)
         else:
@@ -597,12 +613,9 @@ class Scheduler:
             [source for source, _ in moves],
             [target for _, target in moves],
         )
-        if self._kv.offload is not None:
-            self._kv.offload.fill_plan(output.plan)
-        if self._encoder is not None:
-            self._encoder.end_step(output.plan)
-        if self._lora is not None:
-            output.plan.lora_slots, output.plan.lora_adapters = self._lora.take_assigned()
+        self._kv.offload.fill_plan(output.plan)
+        for resource in self._resources:
+            resource.fill_plan(output.plan)
         masked = [r for r in output.decodes if r.guide is not None]
         chunks = [c for c in output.prefills if c.samples]
         masked += [c.request for c in chunks if c.request.guide is not None]
@@ -615,18 +628,17 @@ class Scheduler:
         """Raise AssertionError unless indices, blocks and states agree."""
         requests = self.requests_with_blocks
         self._kv.check(requests)
-        if self._lora is not None:
-            self._lora.check()
-        if self._encoder is not None:
-            both = (*self._decoding, *self._prefilling)
-            self._encoder.check({request.key for request in both if request.state == RUNNING})
+        both = (*self._decoding, *self._prefilling)
+        running = {request.key for request in both if request.state == RUNNING}
+        for resource in self._resources:
+            resource.check(running)
         used = [request.req_index for request in requests]
         assert sorted(used + self._free_indices) == list(range(self._max_num_seqs)), (
             f"indices {sorted(used)} are used and {sorted(self._free_indices)} free, "
             f"of {self._max_num_seqs} in all"
         )
-        for running in (self._decoding, self._prefilling):
-            keys = [request.priority_key for request in running]
+        for requests in (self._decoding, self._prefilling):
+            keys = [request.priority_key for request in requests]
             assert keys == sorted(keys), f"running requests are not sorted: {keys}"
 
 

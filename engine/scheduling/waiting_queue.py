@@ -1,10 +1,13 @@
 """Waiting requests sorted by priority and arrival."""
 
 import heapq
+from itertools import islice
 
 from engine.request import Request
 
 MIN_COMPACTION = 64
+MAX_SHARES = 256
+"""Maximum number of waiting shares reported to front ends."""
 
 Heap = list[tuple[tuple[int, int], int]]
 """(priority key, key) of requests."""
@@ -18,7 +21,8 @@ class WaitingQueue:
     """
 
     def __init__(self, *, by_share: bool = False) -> None:
-        """`by_share`: also maintain `shares`."""
+        """`by_share`: maintain `shares` and report them."""
+        self._by_share = by_share
         self._heap: Heap = []
         self._continuations: Heap = []
         """The heap of requests that continue another request."""
@@ -27,8 +31,8 @@ class WaitingQueue:
         """Requests skipped until `restore`; they have no entry in the heap."""
         self.num_tokens = 0
         """Tokens of all waiting requests."""
-        self.shares: dict[tuple[int, int], int] | None = {} if by_share else None
-        """Tokens by (priority, tenant); None unless `by_share`."""
+        self.shares: dict[tuple[int, int], int] = {}
+        """Tokens by (priority, tenant); empty unless `by_share`."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -50,7 +54,7 @@ class WaitingQueue:
     def _count_in(self, request: Request) -> None:
         self._requests[request.key] = request
         self.num_tokens += request.num_tokens
-        if self.shares is not None:
+        if self._by_share:
             share = (request.priority_key[0], request.tenant)
             self.shares[share] = self.shares.get(share, 0) + request.num_tokens
 
@@ -58,7 +62,7 @@ class WaitingQueue:
         del self._requests[request.key]
         self._aside.pop(request.key, None)
         self.num_tokens -= request.num_tokens
-        if self.shares is not None:
+        if self._by_share:
             share = (request.priority_key[0], request.tenant)
             self.shares[share] -= request.num_tokens
             if not self.shares[share]:
@@ -93,6 +97,20 @@ class WaitingQueue:
         for request in self._aside.values():
             self._push(request)
         self._aside.clear()
+
+    def start(self, request: Request, num_cached: int) -> None:
+        """Note that a request starts after `remove`, with `num_cached` of its tokens cached."""
+
+    def finish(self, request: Request) -> None:
+        """Note that a request ended, waiting or started."""
+
+    @property
+    def gauges(self) -> dict[str, object]:
+        """EngineStats fields about shares and tenants."""
+        if not self._by_share:
+            return {}
+        first = islice(self.shares.items(), MAX_SHARES)
+        return {"waiting_shares": [(*share, count) for share, count in first]}
 
     def oldest(self) -> Request | None:
         """The request that was added first, whatever its priority; None if the queue is empty."""

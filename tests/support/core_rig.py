@@ -11,7 +11,7 @@ from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import ExecutionConfig, WarmupConfig
 from config.params.offload import OffloadConfig
 from config.params.sampling import SamplingParams
-from engine.core.engine_core import EngineCore
+from engine.core.build import build_core
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.grammar import Grammar
 from engine.transport.messages import AddRequest, Resumption, StepOutput
@@ -122,7 +122,7 @@ class CoreRig:
         self.executor.table = table
         self.executor.early_every = early_every
         self.now = 0.0
-        self.core = EngineCore(config, self.executor, self.ready, table, self._clock)
+        self.core = build_core(config, self.executor, self.ready, table, self._clock)
         self.ledger = Ledger()
         self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
         self.grammars: dict[int, Grammar] = {}

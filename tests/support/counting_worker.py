@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fake_executor import FakeExecutor, worker_ready
 
@@ -176,7 +176,7 @@ def make_counting_executor(
         return MultiprocExecutor(
             config, LocalLauncher(directory, counting_command("worker")), on_death
         )
-    return CountingExecutor(config)
+    return cast(Executor, CountingExecutor(config))
 
 
 def counting_command(process: str) -> list[str]:

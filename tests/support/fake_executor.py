@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from engine.executors.base import Executor
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     PREFILL,
@@ -71,7 +72,7 @@ class LiveRequest:
         self.marks.append(fingerprint(self.marks[-1] if self.marks else 7, token))
 
 
-class FakeExecutor:
+class FakeExecutor(Executor):
     """An Executor whose tokens are a pure function of the history that lies in its KV cache. A
     decode gives 1 to `ready.max_tokens_per_step` tokens, as the history says; with a grammar 1."""
 

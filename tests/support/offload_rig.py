@@ -14,6 +14,7 @@ from watched_executor import WatchedExecutor
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.params.offload import OffloadConfig
 from config.params.sampling import SamplingParams
+from engine.core.build import build_core
 from engine.core.engine_core import EngineCore
 from engine.core.loop import make_table
 from engine.kv_cache.copy_rates import CopyRates
@@ -54,7 +55,7 @@ def engine(
     executor = WatchedExecutor(config)
     try:
         ready = executor.start(lambda progress: None)
-        core = EngineCore(config, executor, ready, make_table(config, ready), time.monotonic)
+        core = build_core(config, executor, ready, make_table(config, ready), time.monotonic)
         with patch.multiple(CopyRates, loads=True, fetches=True):
             yield core
     finally:

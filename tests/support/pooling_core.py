@@ -15,8 +15,9 @@ from config.engine import EngineConfig, SchedulerConfig
 from config.execution import WarmupConfig
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
-from engine.core.engine_core import EngineCore
+from engine.core.build import build_core
 from engine.core.loop import make_table
+from engine.executors.base import Executor
 from engine.transport.messages import AddRequest, Finish
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
@@ -40,7 +41,7 @@ def vector(tokens: Sequence[int], cut: int = 0) -> bytes:
     return array("f", [sum(tokens), len(tokens), cut]).tobytes()
 
 
-class PoolingExecutor:
+class PoolingExecutor(Executor):
     """An Executor that reads texts when it is collected from."""
 
     def __init__(self, ready: WorkerReady) -> None:
@@ -122,7 +123,7 @@ class PoolingRig:
             self.ready.buckets = BucketTable.make(config.buckets, limits).buckets
         self.table = make_table(config, self.ready)
         self.executor = PoolingExecutor(self.ready)
-        self.core = EngineCore(config, self.executor, self.ready, self.table, lambda: 1.0)
+        self.core = build_core(config, self.executor, self.ready, self.table, lambda: 1.0)
         self.vectors: dict[int, tuple[int, bytes]] = {}
         self.finished: dict[int, Finish] = {}
 

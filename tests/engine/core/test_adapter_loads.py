@@ -12,6 +12,7 @@ from config.engine import EngineConfig
 from config.lora.info import LoRAInfo
 from config.params.lora import LoRAConfig
 from config.params.sampling import SamplingParams
+from engine.core.build import build_core
 from engine.core.engine_core import EngineCore
 from engine.transport.messages import UNLOAD_ADAPTER, AddRequest
 from hpu.bucketing.bucket_table import BucketTable
@@ -57,7 +58,7 @@ def core_of(executor: AdapterExecutor) -> EngineCore:
     config = EngineConfig("none", lora=LoRAConfig(enable_lora=True, max_loras=1))
     table = BucketTable.make(BucketConfig(strategy="exact"), ready.bucket_limits)
     adapters = [LoRAInfo("a", "/a", "hash-a", 4, 100), LoRAInfo("b", "/b", "hash-b", 4, 100)]
-    return EngineCore(config, executor, ready, table, lambda: 0.0, adapters=adapters)
+    return build_core(config, executor, ready, table, lambda: 0.0, adapters=adapters)
 
 
 def ask(core: EngineCore, key: int, name: str) -> None:

@@ -8,7 +8,8 @@ from counting_worker import CountingExecutor
 from engine_rig import asking, counting_config, prompt_of
 
 from config.data_parallel import DataParallelConfig
-from engine.core.engine_core import EngineCore
+from engine.core.build import build_core
+from engine.core.coupled_steps import StepSync
 from engine.core.loop import EngineLoop, make_table
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.transport.messages import AddRequest, FromEngine, PromptBlocks
@@ -54,8 +55,8 @@ def first_seed(engine: int) -> int:
         submit(plan)
 
     executor.submit = watch
-    core = EngineCore(
-        config, executor, worker, make_table(config, worker), time.monotonic, engine=engine
+    core = build_core(
+        config, executor, worker, make_table(config, worker), time.monotonic, sync=StepSync(engine)
     )
     core.add_request(AddRequest(1, memoryview(prompt_of(1, 2)), asking(1)), [])
     core.step()

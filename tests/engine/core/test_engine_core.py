@@ -12,7 +12,7 @@ from slow_model import raw
 from config.engine import EngineConfig
 from config.errors import UserError
 from config.params.sampling import SamplingParams
-from engine.core.engine_core import EngineCore
+from engine.core.build import build_core
 from engine.scheduling.scheduler import RESERVED_STEPS
 from engine.transport.messages import AddRequest, Resumption
 
@@ -480,7 +480,7 @@ def test_what_warm_up_counted_is_known_before_the_first_step() -> None:
     counters = {"graphs": 4.0, "compilations.decode.warmup": 4.0}
     ready = msgspec.structs.replace(rig.ready, counters=counters)
     assert rig.executor.table is not None
-    core = EngineCore(EngineConfig("none"), rig.executor, ready, rig.executor.table, lambda: 0.0)
+    core = build_core(EngineConfig("none"), rig.executor, ready, rig.executor.table, lambda: 0.0)
 
     stats = core.stats()
 

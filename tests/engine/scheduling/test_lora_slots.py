@@ -13,6 +13,7 @@ from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import ModelLimits, Request
+from engine.scheduling.fair_queue import make_waiting_queue
 from engine.scheduling.launch_packer import LaunchPacker
 from engine.scheduling.lora_slots import MAX_ADAPTERS, MAX_PASSES, AdapterQueue, LoRASlots
 from engine.scheduling.pooling_scheduler import PoolingScheduler
@@ -20,7 +21,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.stats import StepStats
 from engine.transport.messages import AddRequest
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.protocol import NO_SLOT, AdapterLoaded, BucketLimits
+from hpu.protocol import NO_SLOT, AdapterLoaded, BucketLimits, StepPlan
 
 LIMITS = ModelLimits(64, 100, frozenset())
 
@@ -41,6 +42,13 @@ def request(
     if is_pooling:
         message.pooling = PoolingParams()
     return Request(message, [], seed=0, priority_key=(0, key), limits=LIMITS, arrived_at=0.0)
+
+
+def assigned(slots: LoRASlots) -> dict[int, str]:
+    """Adapters that the next plan copies to slots."""
+    plan = StepPlan(0, [])
+    slots.fill_plan(plan)
+    return dict(zip(plan.lora_slots, plan.lora_adapters, strict=True))
 
 
 def load_all(slots: LoRASlots) -> list[str]:
@@ -75,14 +83,16 @@ def test_a_slot_is_taken_from_the_least_recently_used_idle_adapter() -> None:
         slots.add_request(asked)
     load_all(slots)
 
-    first, second = slots.start(requests["a"]), slots.start(requests["b"])
+    slots.start(requests["a"])
+    slots.start(requests["b"])
     blocked = slots.may_start(requests["c"])
     slots.release(requests["b"])
-    third = slots.start(requests["c"]) if slots.may_start(requests["c"]) else NO_SLOT
+    assert slots.may_start(requests["c"])
+    slots.start(requests["c"])
 
     assert not blocked
-    assert (first, second, third) == (0, 1, 1)
-    assert slots.take_assigned() == ([0, 1], ["hash-a", "hash-c"])
+    assert [asked.lora_slot for asked in requests.values()] == [0, 1, 1]
+    assert assigned(slots) == {0: "hash-a", 1: "hash-c"}
 
 
 def test_an_adapter_that_is_used_is_not_dropped_from_host_memory() -> None:
@@ -151,7 +161,7 @@ def test_an_unloaded_adapter_stays_until_its_last_request_ends() -> None:
 def load_answers(slots: LoRASlots, error: str | None = None) -> list[bool]:
     """What `on_loaded` says of all loads, which all end with `error`."""
     answers = [slots.on_loaded(AdapterLoaded(load.content, error)) for load in slots.take_loads()]
-    slots.check()
+    slots.check(set())
     return answers
 
 
@@ -283,13 +293,13 @@ def test_random_requests_all_end(seed: int) -> None:
         while len(running) < 5 and (found := queue.peek()) is not None:
             queue.remove(found)
             waiting.remove(found)
-            slot = slots.start(found)
-            in_slot |= dict(zip(*slots.take_assigned(), strict=True))
-            assert (slot == NO_SLOT) == (not found.adapter)
-            assert not found.adapter or in_slot[slot] == found.adapter
+            slots.start(found)
+            in_slot |= assigned(slots)
+            assert (found.lora_slot == NO_SLOT) == (not found.adapter)
+            assert not found.adapter or in_slot[found.lora_slot] == found.adapter
             running.append(found)
         ended += end([asked for asked in running if rng.random() < 0.3])
-        slots.check()
+        slots.check(set())
         assert len({asked.adapter for asked in running if asked.adapter}) <= max_loras
 
     assert ended == 60
@@ -311,13 +321,14 @@ def test_a_scheduler_lets_few_requests_pass_an_older_one_that_waits_for_a_slot(
     stats = StepStats()
     packer = LaunchPacker(table, max_prefill_batch=4, max_tokens=64, stats=stats)
     slots = make(1, "ab", max_cpu_loras=2)
+    waiting = make_waiting_queue(config, slots)
     scheduler: Scheduler | PoolingScheduler
     if is_pooling:
         facts = PoolingFacts(tasks=("embed",), width=3, token_width=3)
-        scheduler = PoolingScheduler(config, facts, packer, 64, slots)
+        scheduler = PoolingScheduler(config, waiting, facts, packer, 64, (slots,))
     else:
         kv = KVCacheManager(256, 4, prefix_caching=False)
-        scheduler = Scheduler(config, kv, packer, stats, lora=slots)
+        scheduler = Scheduler(config, waiting, kv, packer, stats, (slots,))
     running: list[Request] = []
 
     def add(key: int, name: str, tenant: int) -> Request:

@@ -12,7 +12,7 @@ from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings, WarmupConfig
 from config.params.sampling import SamplingParams
-from engine.core.engine_core import EngineCore
+from engine.core.build import build_core
 from engine.core.loop import make_table
 from engine.executors.inproc import InprocExecutor
 from engine.transport.messages import AddRequest
@@ -45,7 +45,7 @@ def test_requests_between_the_buckets_of_a_background_warm_up_compile_nothing(
     )
     executor = InprocExecutor(config)
     ready = executor.start(lambda progress: None)
-    core = EngineCore(config, executor, ready, make_table(config, ready), time.monotonic)
+    core = build_core(config, executor, ready, make_table(config, ready), time.monotonic)
     counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]  # the emulator's
     ledger = Ledger()
     graphs = [counts["captures"]]

@@ -17,6 +17,7 @@ from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings, ExecutionConfig
 from config.params.sampling import SamplingParams
+from engine.core.build import build_core
 from engine.core.engine_core import EngineCore
 from engine.core.loop import make_table
 from engine.transport.messages import AddRequest
@@ -48,7 +49,7 @@ def engine(folder: Path, **settings: Any) -> Iterator[tuple[EngineCore, WatchedE
     executor = WatchedExecutor(config)
     ready = executor.start(lambda progress: None)
     assert ready.contiguous == (settings.get("device") == "hpu-emulator")
-    yield EngineCore(config, executor, ready, make_table(config, ready), time.monotonic), executor
+    yield build_core(config, executor, ready, make_table(config, ready), time.monotonic), executor
     executor.close()
 
 

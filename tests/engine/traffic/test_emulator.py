@@ -15,6 +15,7 @@ from tiny_models import EOS, VOCAB_SIZE, make_tiny
 from config.buckets import BucketConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings, ExecutionConfig
+from engine.core.build import build_core
 from engine.core.engine_core import EngineCore
 from engine.core.loop import make_table
 from engine.executors.inproc import InprocExecutor
@@ -93,7 +94,7 @@ def engine(
         # Attention in slices, which no context of this model is long enough for.
         patch.setattr(ExecutionConfig, "slice_sizes", (128, 32))
         ready = executor.start(lambda progress: None)
-    yield EngineCore(config, executor, ready, make_table(config, ready), time.monotonic), executor
+    yield build_core(config, executor, ready, make_table(config, ready), time.monotonic), executor
     executor.close()
 
 

@@ -19,6 +19,7 @@ from config.engine import EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings
 from config.params.pooling import PoolingParams
 from config.params.sampling import SamplingParams
+from engine.core.build import build_core
 from engine.core.engine_core import EngineCore
 from engine.core.loop import make_table
 from engine.transport.messages import AddRequest
@@ -51,7 +52,7 @@ def serve(folder: Path, **settings: Any) -> tuple[dict[int, bytes], list[int]]:
     )
     executor = WatchedExecutor(config)
     ready = executor.start(lambda progress: None)
-    core = EngineCore(config, executor, ready, make_table(config, ready), time.monotonic)
+    core = build_core(config, executor, ready, make_table(config, ready), time.monotonic)
     card = getattr(getattr(torch, "hpu", None), "emulated", None)
     before = [card.counters.counts[name] for name in WATCHED] if card else []
     vectors = traffic(core)

@@ -12,6 +12,7 @@ from tiny_models import EOS, VOCAB_SIZE, make_tiny
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
+from engine.core.build import build_core
 from engine.core.engine_core import EngineCore
 from engine.core.loop import make_table
 from engine.executors.inproc import InprocExecutor
@@ -87,7 +88,7 @@ def answers(folder: Path, depth: int) -> tuple[list[tuple[Any, ...]], EngineCore
     grammars = {form: Grammar(form, vocabulary) for form in FORMS}
     executor = SlowCard(config)
     ready = executor.start(lambda progress: None)
-    core = EngineCore(config, executor, ready, make_table(config, ready), time.monotonic)
+    core = build_core(config, executor, ready, make_table(config, ready), time.monotonic)
     ledger = Ledger()
     for key, (prompt, params) in enumerate(random_asks()):
         ledger.open(key)

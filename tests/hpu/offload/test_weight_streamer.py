@@ -20,6 +20,7 @@ from config.execution import EmulatorSettings, ExecutionConfig
 from config.model.read_config import read_model_config
 from config.params.offload import OffloadConfig
 from config.params.sampling import SamplingParams
+from engine.core.build import build_core
 from engine.core.engine_core import EngineCore
 from engine.core.loop import make_table
 from engine.executors.inproc import InprocExecutor
@@ -59,7 +60,7 @@ def engine(folder: Path, offload: OffloadConfig, **settings: Any) -> Iterator[En
     executor = WatchedExecutor(config)
     try:
         ready = executor.start(lambda progress: None)
-        yield EngineCore(config, executor, ready, make_table(config, ready), time.monotonic)
+        yield build_core(config, executor, ready, make_table(config, ready), time.monotonic)
     finally:
         executor.close()
 
