@@ -47,6 +47,8 @@ QUANTIZED_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
+    # Read as bytes: torch before 2.7 lacks the type.
+    "F8_E8M0": torch.uint8,
     MXFP4_DTYPE: torch.uint8,
     **DTYPES,
 }

@@ -1,5 +1,6 @@
 """MXFP4 weights: 4-bit floats (e2m1) in blocks of 32 with a power-of-two scale per block (e8m0),
-after OCP Microscaling Formats, version 1.0, in the layout of the gpt-oss checkpoints."""
+after OCP Microscaling Formats, version 1.0, in the layout of the gpt-oss checkpoints; and e8m0
+scales of other formats."""
 
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ def check_powers(scales: Tensor, where: str) -> None:
     its file."""
     if count := int((scales == NAN_POWER).sum()):
         raise CheckpointError(f"{where} has {count} of {scales.numel()} scales that are NaN")
+
+
+def decode_powers(scales: Tensor) -> Tensor:
+    """The float32 powers of two for e8m0 `scales` (uint8)."""
+    return torch.ldexp(torch.ones(scales.shape), scales.int() - BIAS)
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from config.model.quantization.base import (
     WeightPart,
     WeightScheme,
 )
+from hpu.model_loader.mxfp4 import check_powers, decode_powers
 
 NAN_CODE = 0x7F
 """e4m3 code for NaN, without the sign bit."""
@@ -49,7 +50,8 @@ def unpack_part(tensor: Tensor, shard: Shard) -> Tensor:
         tensor = tensor.t()
     if part.role in ("scales", "input_scale"):
         columns = tensor.shape[1] if part.axes else 1
-        scales = tensor.float() if part.factor == 1 else tensor.float() * part.factor
+        scales = decode_powers(tensor) if tensor.dtype == torch.uint8 else tensor.float()
+        scales = scales if part.factor == 1 else scales * part.factor
         return scales.reshape(-1, columns).expand(sizes[OUTPUTS], columns)
     if part.bits and not any(axis.is_packed for axis in part.axes):
         tensor = (tensor.short() + part.offset).to(torch.uint8)
@@ -113,7 +115,9 @@ def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...])
     spec = shard.spec
     part, scheme = spec.part, spec.scheme
     assert part is not None and scheme is not None
-    if part.role in ("scales", "input_scale"):
+    if part.role in ("scales", "input_scale") and tensor.dtype == torch.uint8:
+        check_powers(tensor, where)
+    elif part.role in ("scales", "input_scale"):
         _check_scales(tensor, where)
     elif part.role in FLAT_FLOATS and tensor.is_floating_point():
         # A block of zeros has the scale 0.

@@ -12,14 +12,24 @@ from config.model.quantization.base import (
     WeightPart,
     WeightScheme,
 )
-from config.model.quantization.fields import FLOATS, KV_SCALES, choice, module_names, refused
+from config.model.quantization.fields import (
+    FLOATS,
+    KV_SCALES,
+    POWERS,
+    check_experts,
+    choice,
+    module_names,
+    refused,
+)
 
 
 def read_fp8(fields: Fields) -> QuantizationConfig:
     """Quantization of FP8 checkpoints. Raises ConfigError for unsupported settings."""
     choice(fields, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
     kind = choice(fields, "activation_scheme", "dynamic", ("dynamic", "static"))
+    check_experts(fields, "FP8")
     block = fields.get("weight_block_size", list, None)
+    has_powers = choice(fields, "scale_fmt", "float", ("float", "ue8m0")) == "ue8m0"
     scheme = fp8_scheme(
         fields,
         "weight_block_size",
@@ -27,6 +37,8 @@ def read_fp8(fields: Fields) -> QuantizationConfig:
         rows=0,
         suffix="weight_scale" if block is None else "weight_scale_inv",
         activations="static" if kind == "static" else "dynamic",
+        # DeepSeek-V3.1 says ue8m0 of powers of two in float32; transformers stores the exponents.
+        scale_dtypes=(*FLOATS, *POWERS) if has_powers else FLOATS,
     )
     return QuantizationConfig(
         "fp8",
@@ -44,6 +56,7 @@ def fp8_scheme(
     rows: int,
     suffix: str,
     activations: Literal["none", "dynamic", "static"],
+    scale_dtypes: tuple[str, ...] = FLOATS,
 ) -> WeightScheme:
     """FP8 scheme with scales of blocks (outputs, inputs), whose sizes are in the field `name`, or
     with a scale per `rows` outputs (0: for the whole tensor)."""
@@ -55,7 +68,7 @@ def fp8_scheme(
     axes = (StoredAxis(OUTPUTS, rows), StoredAxis(INPUTS, columns))
     parts: tuple[WeightPart, ...] = (
         WeightPart("values", "weight", (StoredAxis(OUTPUTS), StoredAxis(INPUTS)), ("F8_E4M3",)),
-        WeightPart("scales", suffix, axes if rows or columns else (), FLOATS),
+        WeightPart("scales", suffix, axes if rows or columns else (), scale_dtypes),
     )
     if activations == "static":
         parts += (WeightPart("input_scale", "input_scale", (), FLOATS),)

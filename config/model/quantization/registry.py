@@ -14,6 +14,7 @@ from config.model.quantization.fields import quantization_fields
 from config.model.quantization.fp8 import read_fp8
 from config.model.quantization.gptq import read_gptq
 from config.model.quantization.modelopt import read_modelopt
+from config.model.quantization.mxfp8 import read_mxfp8
 
 METHODS: Mapping[str, Callable[[Fields], QuantizationConfig]] = {
     "gptq": read_gptq,
@@ -21,6 +22,7 @@ METHODS: Mapping[str, Callable[[Fields], QuantizationConfig]] = {
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
     "fbgemm_fp8": read_fbgemm_fp8,
+    "mxfp8": read_mxfp8,
     "modelopt": read_modelopt,
     "auto-round": read_auto_round,
     "intel/auto-round": read_auto_round,

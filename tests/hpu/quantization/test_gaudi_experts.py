@@ -47,7 +47,10 @@ INT8 = [
     "wna16, 8 bits",
     "int-quantized",
 ]
-FLOATS = ["fp8", "fp8, static", "fp8, blocks", "fp8, small blocks", "float-quantized, channels"]
+FLOATS = [
+    *("fp8", "fp8, static", "fp8, blocks", "fp8, small blocks", "float-quantized, channels"),
+    "mxfp8",
+]
 TOP_K = 2
 
 
@@ -181,7 +184,7 @@ def test_experts_in_fp8_are_close_to_the_dequantized_ones(
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-@pytest.mark.parametrize("name", ["fp8, blocks", "fp8, small blocks"])
+@pytest.mark.parametrize("name", ["fp8, blocks", "fp8, small blocks", "mxfp8"])
 def test_experts_that_keep_their_blocks_are_the_dequantized_ones(
     name: str, generation: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
