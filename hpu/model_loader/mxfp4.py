@@ -1,33 +1,13 @@
 """MXFP4 weights: 4-bit floats (e2m1) in blocks of 32 with a power-of-two scale per block (e8m0),
-after OCP Microscaling Formats, version 1.0, in the layout of the gpt-oss checkpoints; and e8m0
-scales of other formats."""
+after OCP Microscaling Formats, version 1.0, in the layout of the gpt-oss checkpoints."""
 
 import torch
 from torch import Tensor
 
-from config.errors import CheckpointError
+from hpu.model_loader.quantized_weights import POWER_BIAS
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Value of each e2m1 code."""
-
-BIAS = 127
-"""Bias of the e8m0 exponents."""
-
-
-NAN_POWER = 255
-"""e8m0 code for NaN."""
-
-
-def check_powers(scales: Tensor, where: str) -> None:
-    """Raise CheckpointError for NaN `scales`, which no tool writes. `where` names the tensor and
-    its file."""
-    if count := int((scales == NAN_POWER).sum()):
-        raise CheckpointError(f"{where} has {count} of {scales.numel()} scales that are NaN")
-
-
-def decode_powers(scales: Tensor) -> Tensor:
-    """The float32 powers of two for e8m0 `scales` (uint8)."""
-    return torch.ldexp(torch.ones(scales.shape), scales.int() - BIAS)
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -37,4 +17,4 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     # Both values of a byte come from a single table lookup.
     pairs = torch.tensor([(low, high) for high in E2M1 for low in E2M1], dtype=torch.bfloat16)
     values = pairs[blocks.int()].flatten(-2)
-    return torch.ldexp(values, scales.int().unsqueeze(-1) - BIAS).flatten(-2)
+    return torch.ldexp(values, scales.int().unsqueeze(-1) - POWER_BIAS).flatten(-2)

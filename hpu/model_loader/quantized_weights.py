@@ -18,10 +18,13 @@ from config.model.quantization.base import (
     WeightPart,
     WeightScheme,
 )
-from hpu.model_loader.mxfp4 import check_powers, decode_powers
 
 NAN_CODE = 0x7F
 """e4m3 code for NaN, without the sign bit."""
+POWER_BIAS = 127
+"""Bias of e8m0 exponents (OCP Microscaling Formats, version 1.0)."""
+NAN_POWER = 255
+"""e8m0 code for NaN."""
 FLAT_FLOATS = ("blocks", "codes", "nested_blocks", "nested_codes")
 """Roles of the scales and code tables of 4-bit bitsandbytes weights."""
 
@@ -50,12 +53,17 @@ def unpack_part(tensor: Tensor, shard: Shard) -> Tensor:
         tensor = tensor.t()
     if part.role in ("scales", "input_scale"):
         columns = tensor.shape[1] if part.axes else 1
-        scales = decode_powers(tensor) if tensor.dtype == torch.uint8 else tensor.float()
+        scales = _powers(tensor) if tensor.dtype == torch.uint8 else tensor.float()
         scales = scales if part.factor == 1 else scales * part.factor
         return scales.reshape(-1, columns).expand(sizes[OUTPUTS], columns)
     if part.bits and not any(axis.is_packed for axis in part.axes):
         tensor = (tensor.short() + part.offset).to(torch.uint8)
     return tensor
+
+
+def _powers(scales: Tensor) -> Tensor:
+    """The float32 powers of two for e8m0 `scales` (uint8)."""
+    return torch.ldexp(torch.ones(scales.shape), scales.int() - POWER_BIAS)
 
 
 def _stored_shape(part: WeightPart, sizes: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
@@ -134,6 +142,13 @@ def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...])
         found = tuple(tensor.tolist())
         if found != sizes:
             raise CheckpointError(f"{where} is {found}, the weight is {sizes}")
+
+
+def check_powers(scales: Tensor, where: str) -> None:
+    """Raise CheckpointError for NaN e8m0 `scales`, which no tool writes. `where` names the tensor
+    and its file."""
+    if count := int((scales == NAN_POWER).sum()):
+        raise CheckpointError(f"{where} has {count} of {scales.numel()} scales that are NaN")
 
 
 def check_kv_scale(tensor: Tensor, where: str) -> None:

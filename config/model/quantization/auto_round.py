@@ -15,9 +15,8 @@ from config.model.quantization.base import (
     WeightScheme,
 )
 from config.model.quantization.fields import checked_names, choice, refused
-from config.model.quantization.fp8 import read_fp8
+from config.model.quantization.fp8 import MX_BLOCK, mxfp8_scheme, read_fp8
 from config.model.quantization.gptq import VERSION_2, gptq_scheme
-from config.model.quantization.mxfp8 import BLOCK, mxfp8_scheme
 
 HEAD = "lm_head"
 QUANTIZED_BITS = 8
@@ -62,7 +61,7 @@ def _mxfp8(fields: Fields) -> QuantizationConfig:
     choice(fields, "act_data_type", "mx_fp", _MX_TYPES)
 
     def scheme_of(own: Fields) -> WeightScheme:
-        for name, served in (("bits", 8), ("group_size", BLOCK)):
+        for name, served in (("bits", 8), ("group_size", MX_BLOCK)):
             size = own.count(name)
             if size != served:
                 raise refused(own, name, size, str(served))

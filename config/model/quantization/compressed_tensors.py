@@ -24,8 +24,7 @@ from config.model.quantization.fields import (
     module_names,
     refused,
 )
-from config.model.quantization.fp8 import fp8_scheme
-from config.model.quantization.mxfp8 import BLOCK, mxfp8_scheme
+from config.model.quantization.fp8 import MX_BLOCK, fp8_scheme, mxfp8_scheme
 
 PACKED, INT8, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 MXFP8 = "mxfp8-quantized"
@@ -137,11 +136,11 @@ def _has_order(weights: Fields) -> bool:
 def _mxfp8(weights: Fields, activations: object) -> WeightScheme:
     choice(weights, "type", "float", ("float",))
     choice(weights, "strategy", "group", ("group",))
-    for name, served in (("num_bits", 8), ("group_size", BLOCK)):
+    for name, served in (("num_bits", 8), ("group_size", MX_BLOCK)):
         size = weights.count(name, served)
         if size != served:
             raise refused(weights, name, size, str(served))
-    return mxfp8_scheme("weight_scale", "none" if activations is None else "dynamic")
+    return mxfp8_scheme("weight_scale", "dynamic" if activations else "none")
 
 
 def _block(weights: Fields) -> list[Any] | None:

@@ -5,8 +5,7 @@ import re
 from config.model.json_fields import Fields
 from config.model.quantization.base import EXPRESSION, QuantizationConfig, Rule
 from config.model.quantization.fields import KV_SCALES, choice, module_names
-from config.model.quantization.fp8 import fp8_scheme
-from config.model.quantization.mxfp8 import mxfp8_scheme
+from config.model.quantization.fp8 import fp8_scheme, mxfp8_scheme
 
 
 def read_modelopt(fields: Fields) -> QuantizationConfig:

@@ -11,10 +11,9 @@ from config.model.quantization.bitsandbytes import read_bitsandbytes
 from config.model.quantization.compressed_tensors import read_compressed_tensors
 from config.model.quantization.fbgemm_fp8 import read_fbgemm_fp8
 from config.model.quantization.fields import quantization_fields
-from config.model.quantization.fp8 import read_fp8
+from config.model.quantization.fp8 import read_fp8, read_mxfp8
 from config.model.quantization.gptq import read_gptq
 from config.model.quantization.modelopt import read_modelopt
-from config.model.quantization.mxfp8 import read_mxfp8
 
 METHODS: Mapping[str, Callable[[Fields], QuantizationConfig]] = {
     "gptq": read_gptq,

@@ -518,8 +518,11 @@ def test_phi_moe_as_published(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_minimax_m3_in_mxfp8_as_published(tmp_path: Path) -> None:
+def test_minimax_m3_in_mxfp8_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its projections of keys and queries for the index are quantized too; its tower is not."""
+    sizes = {"intermediate_size": 64, "dense_intermediate_size": 96, "shared_intermediate_size": 32}
+    text_type, text, vision = WHOLE["minimax_m3_vl"]
+    monkeypatch.setitem(WHOLE, "minimax_m3_vl", (text_type, {**text, **sizes}, vision))
     make_whole("minimax_m3_vl", tmp_path / "whole")
     parts = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
     quantized = quantize(FORMATS["mxfp8"], tmp_path / "whole", tmp_path / "quantized", other=parts)
@@ -527,14 +530,16 @@ def test_minimax_m3_in_mxfp8_as_published(tmp_path: Path) -> None:
     fields = json.loads(file.read_text())
     gates = [f"language_model.model.layers.{layer}.block_sparse_moe.gate" for layer in (1, 2)]
     ignored = [*gates, "lm_head", "model.embed_tokens", "vision_tower", "patch_merge_mlp"]
-    fields["quantization_config"]["ignored_layers"] = ignored
+    ignored += ["multi_modal_projector"]
+    # transformers then dequantizes too.
+    fields["quantization_config"] |= {"ignored_layers": ignored, "dequantize": True}
     file.write_text(json.dumps(fields))
     stored = load_file(quantized.folder / "model.safetensors")
     index = "language_model.model.layers.1.self_attn.index_q_proj.weight_scale_inv"
     assert stored[index].dtype == torch.uint8
 
     whole = AutoModelForImageTextToText.from_pretrained(
-        quantized.reference, dtype=torch.float32, attn_implementation="eager"
+        quantized.folder, dtype=torch.float32, attn_implementation="eager"
     )
 
     assert_served_as_by(whole, quantized.folder)
