@@ -1,4 +1,4 @@
-"""Vision towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 in fixed shapes: the host computes
+"""Vision towers of Qwen2-VL, 2.5-VL, 3-VL, 3.5 and MiniMax-M3 in fixed shapes: the host computes
 all values that depend on the size of an image, and the device reads them. The forward pass of
 transformers has shapes that depend on values."""
 
@@ -148,6 +148,60 @@ class InterpolatedPatches(Patches):
         return (pixels, positions, taps, weights, segments), order
 
 
+class AxialPatches(Patches):
+    """MiniMax-M3: a part of each head is rotated by time, row and column. The projector merges
+    patches."""
+
+    def __init__(self, whole: Any, dtype: torch.dtype) -> None:
+        self._tower = tower = whole.model.vision_tower
+        self._projector = whole.model.multi_modal_projector
+        self.dtype = dtype
+        self.merged = tower.spatial_merge_size**2
+        self._width = tower.embeddings.proj.weight[0].numel()
+        self.inputs = (
+            PatchInput((self._width,), False),
+            PatchInput((3,)),
+            PatchInput((), padding=PAD_SEGMENT),
+        )
+
+    def features(self, *inputs: Tensor) -> Tensor:
+        """Patch features. Inputs: pixels, positions (time, row, column), and segments."""
+        pixels, positions, segments = inputs
+        tower = self._tower
+        # The patch embedding is a convolution whose stride equals its kernel size.
+        hidden = functional.linear(pixels, tower.embeddings.proj.weight.flatten(1))
+        rotation = tower.rotary_emb(hidden, positions)
+        hidden = tower.pre_layrnorm(hidden)
+        mask = segment_mask(segments, self.dtype)
+        for layer in tower.layers:
+            hidden = hidden + self._attend(
+                layer.self_attn, layer.layer_norm1(hidden), rotation, mask
+            )
+            hidden = hidden + layer.mlp(layer.layer_norm2(hidden))
+        return self._projector(hidden)  # type: ignore[no-any-return]
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Integers]:
+        grid, pixels, segments = _read(tensors, self._width)
+        places = get_vision_position_ids(grid, self._tower.spatial_merge_size)
+        # Each frame of a grid has its own segment.
+        positions = torch.cat((segments.unsqueeze(1), places), dim=1)
+        return (pixels, positions, segments), np.arange(len(pixels) // self.merged)
+
+    @staticmethod
+    def _attend(
+        attention: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
+    ) -> Tensor:
+        query, key, value = (
+            projection(hidden).view(len(hidden), attention.num_heads, -1)
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        size = rotation[0].shape[-1]
+        turned = apply_rotary_pos_emb_vision(query[..., :size], key[..., :size], *rotation)
+        query = torch.cat((turned[0], query[..., size:]), dim=-1)
+        key = torch.cat((turned[1], key[..., size:]), dim=-1)
+        return attention.out_proj(_mixed(query, key, value, mask, attention.scaling))  # type: ignore[no-any-return]
+
+
 def _frames(tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
     """Split a video into its frames; an image is returned unchanged."""
     if "image_grid_thw" not in tensors:
@@ -183,14 +237,19 @@ def _attend(
     shape = (len(hidden), 3, attention.num_heads, -1)
     query, key, value = attention.qkv(hidden).view(shape).unbind(1)
     query, key = apply_rotary_pos_emb_vision(query, key, *rotation)
+    return attention.proj(_mixed(query, key, value, mask, attention.scaling))  # type: ignore[no-any-return]
+
+
+def _mixed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention (n, heads * head_dim) of operands (n, heads, head_dim)."""
     found = functional.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
         value.transpose(0, 1).unsqueeze(0),
         attn_mask=mask.view(1, 1, *mask.shape),
-        scale=attention.scaling,
+        scale=scale,
     )
-    return attention.proj(found.squeeze(0).transpose(0, 1).flatten(1))  # type: ignore[no-any-return]
+    return found.squeeze(0).transpose(0, 1).flatten(1)
 
 
 _KINDS: dict[str, Callable[[Any, torch.dtype], Patches]] = {
@@ -202,5 +261,6 @@ _KINDS: dict[str, Callable[[Any, torch.dtype], Patches]] = {
     "qwen3_5_vision": InterpolatedPatches,
     "qwen3_5_moe_vision": InterpolatedPatches,
     "siglip2_vision_model": Siglip2Patches,
+    "minimax_m3_vl_vision": AxialPatches,
 }
 """Implementations by the model_type of the tower."""
