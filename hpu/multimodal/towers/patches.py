@@ -2,7 +2,7 @@
 all values that depend on the size of an image, and the device reads them. The forward pass of
 transformers has shapes that depend on values."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,11 @@ class WindowPatches(Patches):
         windowed = segment_mask(windows, self.dtype) if self._has_windows else full
         for number, block in enumerate(visual.blocks):
             mask = full if number in self._full_blocks else windowed
-            hidden = hidden + _attend(block.attn, block.norm1(hidden), rotation, mask)
+            attention = block.attn
+            shape = (len(hidden), 3, attention.num_heads, -1)
+            operands = attention.qkv(block.norm1(hidden)).view(shape).unbind(1)
+            seen = _attend(operands, rotation, mask, attention.scaling)
+            hidden = hidden + attention.proj(seen)
             hidden = hidden + block.mlp(block.norm2(hidden))
         return visual.merger(hidden)  # type: ignore[no-any-return]
 
@@ -123,7 +127,11 @@ class InterpolatedPatches(Patches):
         mask = segment_mask(segments, self.dtype)
         further = []
         for number, block in enumerate(visual.blocks):
-            hidden = hidden + _attend(block.attn, block.norm1(hidden), rotation, mask)
+            attention = block.attn
+            shape = (len(hidden), 3, attention.num_heads, -1)
+            operands = attention.qkv(block.norm1(hidden)).view(shape).unbind(1)
+            seen = _attend(operands, rotation, mask, attention.scaling)
+            hidden = hidden + attention.proj(seen)
             hidden = hidden + block.mlp(block.norm2(hidden))
             if number in self._further_blocks:
                 place = self._further_blocks.index(number)
@@ -174,9 +182,13 @@ class AxialPatches(Patches):
         hidden = tower.pre_layrnorm(hidden)
         mask = segment_mask(segments, self.dtype)
         for layer in tower.layers:
-            hidden = hidden + self._attend(
-                layer.self_attn, layer.layer_norm1(hidden), rotation, mask
+            attention, normed = layer.self_attn, layer.layer_norm1(hidden)
+            operands = (
+                projection(normed).view(len(hidden), attention.num_heads, -1)
+                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
+            seen = _attend(operands, rotation, mask, attention.scaling)
+            hidden = hidden + attention.out_proj(seen)
             hidden = hidden + layer.mlp(layer.layer_norm2(hidden))
         return self._projector(hidden)  # type: ignore[no-any-return]
 
@@ -186,20 +198,6 @@ class AxialPatches(Patches):
         # Each frame of a grid has its own segment.
         positions = torch.cat((segments.unsqueeze(1), places), dim=1)
         return (pixels, positions, segments), np.arange(len(pixels) // self.merged)
-
-    @staticmethod
-    def _attend(
-        attention: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
-    ) -> Tensor:
-        query, key, value = (
-            projection(hidden).view(len(hidden), attention.num_heads, -1)
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        size = rotation[0].shape[-1]
-        turned = apply_rotary_pos_emb_vision(query[..., :size], key[..., :size], *rotation)
-        query = torch.cat((turned[0], query[..., size:]), dim=-1)
-        key = torch.cat((turned[1], key[..., size:]), dim=-1)
-        return attention.out_proj(_mixed(query, key, value, mask, attention.scaling))  # type: ignore[no-any-return]
 
 
 def _frames(tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
@@ -232,16 +230,18 @@ def _read(tensors: Mapping[str, Tensor], width: int) -> tuple[Tensor, Tensor, Te
 
 
 def _attend(
-    attention: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
+    operands: Iterable[Tensor], rotation: tuple[Tensor, Tensor], mask: Tensor, scale: float
 ) -> Tensor:
-    shape = (len(hidden), 3, attention.num_heads, -1)
-    query, key, value = attention.qkv(hidden).view(shape).unbind(1)
-    query, key = apply_rotary_pos_emb_vision(query, key, *rotation)
-    return attention.proj(_mixed(query, key, value, mask, attention.scaling))  # type: ignore[no-any-return]
-
-
-def _mixed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention (n, heads * head_dim) of operands (n, heads, head_dim)."""
+    """Attention (n, heads * head_dim) of queries, keys and values (n, heads, head_dim). The first
+    numbers of each head are rotated, as many as `rotation` has."""
+    query, key, value = operands
+    size = rotation[0].shape[-1]
+    turned = apply_rotary_pos_emb_vision(query[..., :size], key[..., :size], *rotation)
+    if size < query.shape[-1]:
+        query = torch.cat((turned[0], query[..., size:]), dim=-1)
+        key = torch.cat((turned[1], key[..., size:]), dim=-1)
+    else:
+        query, key = turned
     found = functional.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
