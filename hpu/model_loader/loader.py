@@ -22,10 +22,11 @@ from config.errors import CheckpointError, bytes_text
 from config.model.quantization.base import Role
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.model_loader.bitsandbytes import decode_flat
-from hpu.model_loader.mxfp4 import check_powers, dequantize_mxfp4
+from hpu.model_loader.mxfp4 import dequantize_mxfp4
 from hpu.model_loader.quantized_weights import (
     check_kv_scale,
     check_part,
+    check_powers,
     dequantize,
     to_pairs,
     unpack_part,
@@ -47,6 +48,8 @@ QUANTIZED_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
+    # Read as bytes: torch before 2.7 lacks the type.
+    "F8_E8M0": torch.uint8,
     MXFP4_DTYPE: torch.uint8,
     **DTYPES,
 }

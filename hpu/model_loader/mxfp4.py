@@ -4,24 +4,10 @@ after OCP Microscaling Formats, version 1.0, in the layout of the gpt-oss checkp
 import torch
 from torch import Tensor
 
-from config.errors import CheckpointError
+from hpu.model_loader.quantized_weights import POWER_BIAS
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Value of each e2m1 code."""
-
-BIAS = 127
-"""Bias of the e8m0 exponents."""
-
-
-NAN_POWER = 255
-"""e8m0 code for NaN."""
-
-
-def check_powers(scales: Tensor, where: str) -> None:
-    """Raise CheckpointError for NaN `scales`, which no tool writes. `where` names the tensor and
-    its file."""
-    if count := int((scales == NAN_POWER).sum()):
-        raise CheckpointError(f"{where} has {count} of {scales.numel()} scales that are NaN")
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -31,4 +17,4 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     # Both values of a byte come from a single table lookup.
     pairs = torch.tensor([(low, high) for high in E2M1 for low in E2M1], dtype=torch.bfloat16)
     values = pairs[blocks.int()].flatten(-2)
-    return torch.ldexp(values, scales.int().unsqueeze(-1) - BIAS).flatten(-2)
+    return torch.ldexp(values, scales.int().unsqueeze(-1) - POWER_BIAS).flatten(-2)

@@ -21,6 +21,10 @@ from config.model.quantization.base import (
 
 NAN_CODE = 0x7F
 """e4m3 code for NaN, without the sign bit."""
+POWER_BIAS = 127
+"""Bias of e8m0 exponents (OCP Microscaling Formats, version 1.0)."""
+NAN_POWER = 255
+"""e8m0 code for NaN."""
 FLAT_FLOATS = ("blocks", "codes", "nested_blocks", "nested_codes")
 """Roles of the scales and code tables of 4-bit bitsandbytes weights."""
 
@@ -49,11 +53,17 @@ def unpack_part(tensor: Tensor, shard: Shard) -> Tensor:
         tensor = tensor.t()
     if part.role in ("scales", "input_scale"):
         columns = tensor.shape[1] if part.axes else 1
-        scales = tensor.float() if part.factor == 1 else tensor.float() * part.factor
+        scales = _powers(tensor) if tensor.dtype == torch.uint8 else tensor.float()
+        scales = scales if part.factor == 1 else scales * part.factor
         return scales.reshape(-1, columns).expand(sizes[OUTPUTS], columns)
     if part.bits and not any(axis.is_packed for axis in part.axes):
         tensor = (tensor.short() + part.offset).to(torch.uint8)
     return tensor
+
+
+def _powers(scales: Tensor) -> Tensor:
+    """The float32 powers of two for e8m0 `scales` (uint8)."""
+    return torch.ldexp(torch.ones(scales.shape), scales.int() - POWER_BIAS)
 
 
 def _stored_shape(part: WeightPart, sizes: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
@@ -113,7 +123,9 @@ def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...])
     spec = shard.spec
     part, scheme = spec.part, spec.scheme
     assert part is not None and scheme is not None
-    if part.role in ("scales", "input_scale"):
+    if part.role in ("scales", "input_scale") and tensor.dtype == torch.uint8:
+        check_powers(tensor, where)
+    elif part.role in ("scales", "input_scale"):
         _check_scales(tensor, where)
     elif part.role in FLAT_FLOATS and tensor.is_floating_point():
         # A block of zeros has the scale 0.
@@ -130,6 +142,13 @@ def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...])
         found = tuple(tensor.tolist())
         if found != sizes:
             raise CheckpointError(f"{where} is {found}, the weight is {sizes}")
+
+
+def check_powers(scales: Tensor, where: str) -> None:
+    """Raise CheckpointError for NaN e8m0 `scales`, which no tool writes. `where` names the tensor
+    and its file."""
+    if count := int((scales == NAN_POWER).sum()):
+        raise CheckpointError(f"{where} has {count} of {scales.numel()} scales that are NaN")
 
 
 def check_kv_scale(tensor: Tensor, where: str) -> None:

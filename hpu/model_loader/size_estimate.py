@@ -72,13 +72,15 @@ def _own_specs(
             yield shard.spec
 
 
-def _card_bytes(spec: WeightSpec, width: int) -> int:
+def _card_bytes(spec: WeightSpec, width: int, *, expands_experts: bool) -> int:
     """Bytes of the tensor on a Gaudi, with `width` bytes per unquantized number. Weights stay
-    quantized, FP8 weights with a scale per output; bitsandbytes weights and the matrices that
-    latent attention absorbs are dequantized."""
+    quantized, FP8 weights with a scale per output; bitsandbytes weights, the matrices that latent
+    attention absorbs and, with `expands_experts`, experts are dequantized."""
     scheme, part = spec.scheme, spec.part
     if scheme is None or part is None or scheme.is_flat or ".kv_b_proj." in spec.parameter:
         return spec.num_elements() * width
+    if expands_experts and (spec.expert, spec.num_experts) != (None, None):
+        return spec.num_elements() * width if part.role == "values" else 0
     *experts, outputs, inputs = spec.shape
     outputs *= math.prod(experts)
     if part.role == "values":
@@ -185,7 +187,11 @@ def weight_bytes(
             num_engines=num_engines,
             stage=stage,
         )
-        return sum(_card_bytes(spec, width) for spec in own) + (rotary + absorbed + tower) * width
+        moe = decoder_spec(config).moe
+        # The kernels for quantized experts have no clamped SwiGLU.
+        expands = bool(moe and moe.clamped_swiglu)
+        weights = sum(_card_bytes(spec, width, expands_experts=expands) for spec in own)
+        return weights + (rotary + absorbed + tower) * width
     parameters = count_parameters(
         config,
         num_cards,

@@ -10,8 +10,10 @@ import msgspec
 import numpy as np
 from PIL import Image
 from transformers import AutoImageProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from config.errors import ConfigError
+from config.model.json_fields import Json
 from engine.transport.messages import InputTensor
 from server.multimodal.decode import decode
 from server.multimodal.families.base import ProcessorFiles, PromptForm
@@ -35,9 +37,30 @@ INPUTS = (
     ),
 )
 """Processor outputs that vision towers take. Only the prompt text needs the other outputs."""
+M3_SIZE = {"shortest_edge": 4 * 28 * 28, "longest_edge": 451584}
+"""Pixels of an image of MiniMax-M3, whose published files have another size without effect."""
+
+
+def minimax_m3_processor(fields: Json) -> Qwen2VLImageProcessorPil:
+    """The processor of Qwen2-VL, which computes what that of MiniMax-M3 computes."""
+    names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+    own = {name: fields[name] for name in names if fields.get(name)}
+    given = fields.get("size")
+    size = {**M3_SIZE, **given} if isinstance(given, dict) else dict(M3_SIZE)
+    for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        size[edge] = fields.get(name) or size[edge]
+        if type(size[edge]) is not int or size[edge] < 1:
+            raise ConfigError(
+                f"{name} or size.{edge} of the image processor is {size[edge]!r}, it must be a "
+                "positive number"
+            )
+    return Qwen2VLImageProcessorPil(size=size, **own)
+
+
 OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Callable[..., Any]]] = {
     **dict.fromkeys(("lfm2_vl", "lfm2-vl"), Lfm2VlImageProcessor),
     "llama4": Llama4ImageProcessor,
+    "minimax_m3_vl": minimax_m3_processor,
     "phi4_multimodal": Phi4ImageProcessor,
 }
 """Image processors by model_type, where the transformers class needs torchvision."""

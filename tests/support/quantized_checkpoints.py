@@ -219,6 +219,8 @@ class Floats:
     has_head: bool = False
     block: tuple[int, int] = (128, 128)
     weight_only: bool = False
+    powers: torch.dtype | None = None
+    """Dtype in which scales are stored as exponents; None: scales are stored as floats."""
 
     def pack(self, weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
         """As Integers.pack."""
@@ -228,13 +230,18 @@ class Floats:
         spread[:out, :size] = weight
         blocks = spread.view(-1, rows, spread.shape[1] // columns, columns)
         scales = blocks.abs().amax(dim=(1, 3)) / 448
-        if self.name == "compressed-tensors":
+        if self.powers is not None:
+            scales = scales.log2().ceil().exp2()
+        elif self.name == "compressed-tensors":
             scales = scales.bfloat16().float()
         wide = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:out, :size]
         codes = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
-        suffix = "weight_scale_inv" if self.name == "fp8" and self.strategy == "block" else ""
+        is_inverse = self.name in ("fp8", "mxfp8") and self.strategy == "block"
+        suffix = "weight_scale_inv" if is_inverse else ""
         stored = scales.squeeze() if self.strategy == "tensor" else scales
-        if self.name == "compressed-tensors":
+        if self.powers is not None:
+            stored = (scales.log2() + 127).to(torch.uint8).view(self.powers)
+        elif self.name == "compressed-tensors":
             stored = stored.reshape(-1) if self.strategy == "tensor" else stored
             stored = stored.bfloat16()
         tensors = {"weight": codes, suffix or "weight_scale": stored}
@@ -246,15 +253,31 @@ class Floats:
     def config(self) -> dict[str, Any]:
         if self.name == STACKING:
             return {"quant_method": self.name, "activation_scale_ub": 1200.0}
+        if self.name == "mxfp8":
+            own = {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"}
+            blocks = {"weight_block_size": list(self.block), "ignored_layers": ["lm_head"]}
+            return {"quant_method": self.name, **own, **blocks}
+        if self.name == "modelopt":
+            return {"quant_method": self.name, "quant_algo": "MXFP8", "ignore": ["lm_head"]}
+        if self.name == "auto-round":
+            kind = {"data_type": "mx_fp", "packing_format": "auto_round:llm_compressor"}
+            acts = {"act_bits": 8, "act_data_type": "mx_fp_rceil", "act_group_size": 32}
+            return {"quant_method": self.name, "bits": 8, "group_size": 32, **kind, **acts}
         if self.name == "fp8":
             config: dict[str, Any] = {
                 "quant_method": "fp8",
                 "activation_scheme": "static" if self.static else "dynamic",
             }
+            if self.powers is not None:
+                config["scale_fmt"] = "ue8m0"
             return config | (
                 {"weight_block_size": list(self.block)} if self.strategy == "block" else {}
             )
         weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": self.strategy}
+        if self.powers is not None:
+            weights |= {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+            acts = {**weights, "dynamic": True, "scale_dtype": None}
+            return compressed_config("mxfp8-quantized", weights, None if self.weight_only else acts)
         if self.strategy == "block":
             weights["block_structure"] = list(self.block)
         strategy = {"static": "tensor"}.get("static" if self.static else "", "token")
@@ -263,6 +286,11 @@ class Floats:
             return compressed_config("naive-quantized", weights, None)
         activations = {"num_bits": 8, "type": "float", "dynamic": not self.static}
         return compressed_config("float-quantized", weights, {**activations, "strategy": strategy})
+
+
+def mxfp8(name: str, powers: torch.dtype = torch.uint8, *, weight_only: bool = False) -> Floats:
+    """MXFP8 as the tool `name` stores it."""
+    return Floats(name, "block", block=(1, 32), powers=powers, weight_only=weight_only)
 
 
 NF4 = torch.tensor(
@@ -380,6 +408,13 @@ FORMATS: dict[str, Format] = {
     "float-quantized, blocks": Floats("compressed-tensors", "block"),
     "float-quantized, weights": Floats("compressed-tensors", "channel", weight_only=True),
     "float-quantized, weights in blocks": Floats("compressed-tensors", "block", weight_only=True),
+    "fp8, powers": Floats("fp8", "block", powers=torch.float8_e8m0fnu),
+    "mxfp8": mxfp8("mxfp8"),
+    "mxfp8, e8m0": mxfp8("mxfp8", torch.float8_e8m0fnu),
+    "mxfp8-quantized": mxfp8("compressed-tensors"),
+    "mxfp8-quantized, weights": mxfp8("compressed-tensors", weight_only=True),
+    "modelopt, mxfp8": mxfp8("modelopt"),
+    "auto-round, mxfp8": mxfp8("auto-round"),
 }
 
 
@@ -476,7 +511,9 @@ def with_first(value: float) -> Callable[[Tensor], Tensor]:
     the powers of MXFP4, and get the one that is no number."""
 
     def change(tensor: Tensor) -> Tensor:
-        tensor.view(-1)[0] = value if tensor.is_floating_point() else 255
+        is_power = tensor.dtype == torch.float8_e8m0fnu
+        flat = tensor.view(torch.uint8 if is_power else tensor.dtype).view(-1)
+        flat[0] = 255 if flat.dtype == torch.uint8 else value
         return tensor
 
     return change

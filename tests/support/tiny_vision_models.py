@@ -452,6 +452,19 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         joined=_with_all_crops,
         is_flat=True,
     ),
+    "minimax_m3": VisionFamily(
+        "minimax_m3_vl",
+        {
+            **TEXTS.get("minimax_m3_vl_text", {}),
+            **{"model_type": "minimax_m3_vl_text", "index_block_size": 8},
+            **{"num_attention_heads": 4, "num_key_value_heads": 2},
+        },
+        # A head of 24: three times six numbers are rotated.
+        {**VISION, "hidden_size": 48, "patch_size": 14, "temporal_patch_size": 2},
+        _QWEN,
+        {"image_token_index": IMAGE, "projector_hidden_size": 40},
+        lambda tensors, count: [START, *[IMAGE] * count, END],
+    ),
     "lfm2_vl": VisionFamily(
         "lfm2_vl",
         {**TEXTS["lfm2"], "model_type": "lfm2"},

@@ -72,6 +72,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "LlavaForConditionalGeneration": VisionFamily(),
     "LlavaNextForConditionalGeneration": VisionFamily(),
     "Mistral3ForConditionalGeneration": VisionFamily(),
+    "MiniMaxM3SparseForConditionalGeneration": VisionFamily(),
     "MllamaForConditionalGeneration": VisionFamily(has_cross_attention=True),
     "Phi4MultimodalForCausalLM": VisionFamily(image_token_id=200010),
     "Qwen2VLForConditionalGeneration": VisionFamily(uses_mrope=True),

@@ -1,5 +1,5 @@
-"""AutoRound checkpoints: 4- or 8-bit integers in the packing of GPTQ or AWQ, and FP8 with block
-scales."""
+"""AutoRound checkpoints: 4- or 8-bit integers in the packing of GPTQ or AWQ, FP8 with block scales,
+and MXFP8."""
 
 import re
 from collections.abc import Callable
@@ -14,13 +14,16 @@ from config.model.quantization.base import (
     Rule,
     WeightScheme,
 )
-from config.model.quantization.fields import checked_names, refused
-from config.model.quantization.fp8 import read_fp8
+from config.model.quantization.fields import checked_names, choice, refused
+from config.model.quantization.fp8 import MX_BLOCK, mxfp8_scheme, read_fp8
 from config.model.quantization.gptq import VERSION_2, gptq_scheme
 
 HEAD = "lm_head"
 QUANTIZED_BITS = 8
 """Maximum bits of a quantized weight; AutoRound writes 16 for an unquantized weight."""
+_MXFP8_PACKING = "auto_round:llm_compressor"
+_MX_TYPES = ("mx_fp", "mx_fp_rceil")
+"""data_type of MXFP8; the second name rounds scales up."""
 _EXPRESSION_SIGNS = frozenset("*+?^$()[]{}|\\")
 """A name in `extra_config` with such a character is a regular expression that may match any part
 of a module's name, as vLLM reads it."""
@@ -30,6 +33,8 @@ def read_auto_round(fields: Fields) -> QuantizationConfig:
     """Quantization of AutoRound checkpoints. Raises ConfigError for unsupported settings."""
     if fields.raw.get("data_type") == "fp" and fields.raw.get("weight_block_size"):
         return _fp8(fields)
+    if fields.raw.get("data_type") in _MX_TYPES:
+        return _mxfp8(fields)
     _check_integers(fields)
     settings, scheme_of = _packing(fields)
     overrides, has_head = _overrides(settings, scheme_of)
@@ -49,6 +54,24 @@ def _fp8(fields: Fields) -> QuantizationConfig:
     overrides, has_head = _overrides(fields, lambda own: scheme)
     rules = (Rule(_blocks(fields), scheme),)
     return replace(found, method="auto-round", rules=rules, overrides=overrides, has_head=has_head)
+
+
+def _mxfp8(fields: Fields) -> QuantizationConfig:
+    choice(fields, "packing_format", None, (_MXFP8_PACKING,))
+    choice(fields, "act_data_type", "mx_fp", _MX_TYPES)
+
+    def scheme_of(own: Fields) -> WeightScheme:
+        for name, served in (("bits", 8), ("group_size", MX_BLOCK)):
+            size = own.count(name)
+            if size != served:
+                raise refused(own, name, size, str(served))
+        return mxfp8_scheme(
+            "weight_scale", "dynamic" if own.get("act_bits", int, 16) == 8 else "none"
+        )
+
+    overrides, has_head = _overrides(fields, scheme_of)
+    rules = (Rule(_blocks(fields), scheme_of(fields)),)
+    return QuantizationConfig("auto-round", rules, overrides, has_head=has_head)
 
 
 def _check_integers(fields: Fields) -> None:

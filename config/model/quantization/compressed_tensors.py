@@ -1,5 +1,5 @@
 """compressed-tensors checkpoints (llmcompressor): packed 4- or 8-bit integers, unpacked 8-bit
-integers, and FP8."""
+integers, FP8, and MXFP8."""
 
 import re
 from typing import Any
@@ -24,9 +24,10 @@ from config.model.quantization.fields import (
     module_names,
     refused,
 )
-from config.model.quantization.fp8 import fp8_scheme
+from config.model.quantization.fp8 import MX_BLOCK, fp8_scheme, mxfp8_scheme
 
 PACKED, INT8, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+MXFP8 = "mxfp8-quantized"
 NAIVE = "naive-quantized"
 """Format that means INT8 or FLOAT, depending on the type; FP8 weight-only checkpoints have it."""
 
@@ -86,8 +87,10 @@ def _rule(group: Fields, whole: Fields) -> Rule:
     activations = group.get("input_activations", dict, None)
     if form == FLOAT:
         return Rule(targets, _float(weights, activations))
+    if form == MXFP8:
+        return Rule(targets, _mxfp8(weights, activations))
     if form not in (PACKED, INT8):
-        raise refused(whole, "format", form, f"one of {PACKED}, {INT8}, {FLOAT}")
+        raise refused(whole, "format", form, f"one of {PACKED}, {INT8}, {FLOAT}, {MXFP8}")
     return Rule(targets, _integers(weights, is_packed=form == PACKED))
 
 
@@ -128,6 +131,16 @@ def _has_order(weights: Fields) -> bool:
     if isinstance(order, bool):
         return order
     return weights.get("actorder", str, "").lower() in ("group", "dynamic")
+
+
+def _mxfp8(weights: Fields, activations: object) -> WeightScheme:
+    choice(weights, "type", "float", ("float",))
+    choice(weights, "strategy", "group", ("group",))
+    for name, served in (("num_bits", 8), ("group_size", MX_BLOCK)):
+        size = weights.count(name, served)
+        if size != served:
+            raise refused(weights, name, size, str(served))
+    return mxfp8_scheme("weight_scale", "dynamic" if activations else "none")
 
 
 def _block(weights: Fields) -> list[Any] | None:

@@ -8,6 +8,8 @@ from config.model.json_fields import Fields, read_json, shown
 from config.model.quantization.base import EXPRESSION, Overrides, WeightScheme, expressions
 
 FLOATS = ("F16", "BF16", "F32")
+POWERS = ("U8", "F8_E8M0")
+"""Dtypes of scales that are powers of two: the exponents, with the bias of e8m0."""
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 """Name suffixes of scales of FP8 caches. Scales of keys and values are read if the cache is FP8."""
 
@@ -86,6 +88,13 @@ def refused(fields: Fields, name: str, value: object, allowed: str) -> ConfigErr
     return ConfigError(
         f"{name} of quantization_config in {fields.file} is {shown(value)}, served is {allowed}"
     )
+
+
+def check_experts(fields: Fields, algorithm: str) -> None:
+    """Raise ConfigError if experts have another format than `algorithm`, the format of the other
+    layers."""
+    choice(fields, "moe_quant_algo", algorithm, (algorithm,))
+    choice(fields, "expert_dtype", "fp8", ("fp8",))
 
 
 def integer_bits(fields: Fields, *names: str) -> int:

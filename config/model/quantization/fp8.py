@@ -1,4 +1,5 @@
-"""FP8 checkpoints (e4m3) with tensor scales, or with block scales as in DeepSeek-V3."""
+"""FP8 checkpoints (e4m3) with tensor scales, or with block scales as in DeepSeek-V3. MXFP8: a power
+of two (e8m0) per 32 inputs of an output, after OCP Microscaling Formats, version 1.0."""
 
 from typing import Any, Literal
 
@@ -12,14 +13,27 @@ from config.model.quantization.base import (
     WeightPart,
     WeightScheme,
 )
-from config.model.quantization.fields import FLOATS, KV_SCALES, choice, module_names, refused
+from config.model.quantization.fields import (
+    FLOATS,
+    KV_SCALES,
+    POWERS,
+    check_experts,
+    choice,
+    module_names,
+    refused,
+)
+
+MX_BLOCK = 32
+"""Inputs that share a scale in MXFP8."""
 
 
 def read_fp8(fields: Fields) -> QuantizationConfig:
     """Quantization of FP8 checkpoints. Raises ConfigError for unsupported settings."""
     choice(fields, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
     kind = choice(fields, "activation_scheme", "dynamic", ("dynamic", "static"))
+    check_experts(fields, "FP8")
     block = fields.get("weight_block_size", list, None)
+    has_powers = choice(fields, "scale_fmt", "float", ("float", "ue8m0")) == "ue8m0"
     scheme = fp8_scheme(
         fields,
         "weight_block_size",
@@ -27,6 +41,8 @@ def read_fp8(fields: Fields) -> QuantizationConfig:
         rows=0,
         suffix="weight_scale" if block is None else "weight_scale_inv",
         activations="static" if kind == "static" else "dynamic",
+        # DeepSeek-V3.1 says ue8m0 of powers of two in float32; transformers stores the exponents.
+        scale_dtypes=(*FLOATS, *POWERS) if has_powers else FLOATS,
     )
     return QuantizationConfig(
         "fp8",
@@ -44,6 +60,7 @@ def fp8_scheme(
     rows: int,
     suffix: str,
     activations: Literal["none", "dynamic", "static"],
+    scale_dtypes: tuple[str, ...] = FLOATS,
 ) -> WeightScheme:
     """FP8 scheme with scales of blocks (outputs, inputs), whose sizes are in the field `name`, or
     with a scale per `rows` outputs (0: for the whole tensor)."""
@@ -55,7 +72,7 @@ def fp8_scheme(
     axes = (StoredAxis(OUTPUTS, rows), StoredAxis(INPUTS, columns))
     parts: tuple[WeightPart, ...] = (
         WeightPart("values", "weight", (StoredAxis(OUTPUTS), StoredAxis(INPUTS)), ("F8_E4M3",)),
-        WeightPart("scales", suffix, axes if rows or columns else (), FLOATS),
+        WeightPart("scales", suffix, axes if rows or columns else (), scale_dtypes),
     )
     if activations == "static":
         parts += (WeightPart("input_scale", "input_scale", (), FLOATS),)
@@ -67,3 +84,31 @@ def fp8_scheme(
         block_rows=rows,
         activations=activations,
     )
+
+
+def read_mxfp8(fields: Fields) -> QuantizationConfig:
+    """Quantization of checkpoints such as MiniMax-M3-MXFP8. Raises ConfigError for unsupported
+    settings."""
+    choice(fields, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
+    choice(fields, "activation_scheme", "dynamic", ("dynamic",))
+    choice(fields, "scale_fmt", "ue8m0", ("ue8m0",))
+    check_experts(fields, "MXFP8")
+    block = fields.get("weight_block_size", list, [1, MX_BLOCK])
+    if block != [1, MX_BLOCK]:
+        raise refused(fields, "weight_block_size", block, f"[1, {MX_BLOCK}]")
+    return QuantizationConfig(
+        "mxfp8",
+        (Rule(("Linear",), mxfp8_scheme("weight_scale_inv")),),
+        ignored=module_names(fields, "ignored_layers", "modules_to_not_convert"),
+        ignored_suffixes=KV_SCALES,
+    )
+
+
+def mxfp8_scheme(suffix: str, activations: Literal["none", "dynamic"] = "dynamic") -> WeightScheme:
+    """The scheme of a weight whose scales have `suffix`."""
+    outputs = StoredAxis(OUTPUTS)
+    parts = (
+        WeightPart("values", "weight", (outputs, StoredAxis(INPUTS)), ("F8_E4M3",)),
+        WeightPart("scales", suffix, (outputs, StoredAxis(INPUTS, MX_BLOCK)), POWERS),
+    )
+    return WeightScheme(8, parts, is_float=True, group_size=MX_BLOCK, activations=activations)

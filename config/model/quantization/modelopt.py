@@ -1,20 +1,22 @@
-"""NVIDIA Model Optimizer FP8: e4m3 with tensor scales and activation scales."""
+"""NVIDIA Model Optimizer: FP8 (e4m3) with tensor scales and activation scales, and MXFP8."""
 
 import re
 
 from config.model.json_fields import Fields
 from config.model.quantization.base import EXPRESSION, QuantizationConfig, Rule
 from config.model.quantization.fields import KV_SCALES, choice, module_names
-from config.model.quantization.fp8 import fp8_scheme
+from config.model.quantization.fp8 import fp8_scheme, mxfp8_scheme
 
 
 def read_modelopt(fields: Fields) -> QuantizationConfig:
     """Read quantization_config of config.json, or hf_quant_config.json, where the list of modules
     is called exclude_modules. Raises ConfigError for unsupported settings."""
-    choice(fields, "quant_algo", None, ("FP8",))
-    scheme = fp8_scheme(
-        fields, "quant_algo", None, rows=0, suffix="weight_scale", activations="static"
-    )
+    if choice(fields, "quant_algo", None, ("FP8", "MXFP8")) == "MXFP8":
+        scheme = mxfp8_scheme("weight_scale")
+    else:
+        scheme = fp8_scheme(
+            fields, "quant_algo", None, rows=0, suffix="weight_scale", activations="static"
+        )
     names = module_names(fields, "ignore", "exclude_modules")
     return QuantizationConfig(
         "modelopt",

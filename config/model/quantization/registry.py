@@ -11,7 +11,7 @@ from config.model.quantization.bitsandbytes import read_bitsandbytes
 from config.model.quantization.compressed_tensors import read_compressed_tensors
 from config.model.quantization.fbgemm_fp8 import read_fbgemm_fp8
 from config.model.quantization.fields import quantization_fields
-from config.model.quantization.fp8 import read_fp8
+from config.model.quantization.fp8 import read_fp8, read_mxfp8
 from config.model.quantization.gptq import read_gptq
 from config.model.quantization.modelopt import read_modelopt
 
@@ -21,6 +21,7 @@ METHODS: Mapping[str, Callable[[Fields], QuantizationConfig]] = {
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
     "fbgemm_fp8": read_fbgemm_fp8,
+    "mxfp8": read_mxfp8,
     "modelopt": read_modelopt,
     "auto-round": read_auto_round,
     "intel/auto-round": read_auto_round,

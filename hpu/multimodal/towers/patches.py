@@ -1,8 +1,8 @@
-"""Vision towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 in fixed shapes: the host computes
+"""Vision towers of Qwen2-VL, 2.5-VL, 3-VL, 3.5 and MiniMax-M3 in fixed shapes: the host computes
 all values that depend on the size of an image, and the device reads them. The forward pass of
 transformers has shapes that depend on values."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,11 @@ class WindowPatches(Patches):
         windowed = segment_mask(windows, self.dtype) if self._has_windows else full
         for number, block in enumerate(visual.blocks):
             mask = full if number in self._full_blocks else windowed
-            hidden = hidden + _attend(block.attn, block.norm1(hidden), rotation, mask)
+            attention = block.attn
+            shape = (len(hidden), 3, attention.num_heads, -1)
+            operands = attention.qkv(block.norm1(hidden)).view(shape).unbind(1)
+            seen = _attend(operands, rotation, mask, attention.scaling)
+            hidden = hidden + attention.proj(seen)
             hidden = hidden + block.mlp(block.norm2(hidden))
         return visual.merger(hidden)  # type: ignore[no-any-return]
 
@@ -123,7 +127,11 @@ class InterpolatedPatches(Patches):
         mask = segment_mask(segments, self.dtype)
         further = []
         for number, block in enumerate(visual.blocks):
-            hidden = hidden + _attend(block.attn, block.norm1(hidden), rotation, mask)
+            attention = block.attn
+            shape = (len(hidden), 3, attention.num_heads, -1)
+            operands = attention.qkv(block.norm1(hidden)).view(shape).unbind(1)
+            seen = _attend(operands, rotation, mask, attention.scaling)
+            hidden = hidden + attention.proj(seen)
             hidden = hidden + block.mlp(block.norm2(hidden))
             if number in self._further_blocks:
                 place = self._further_blocks.index(number)
@@ -146,6 +154,50 @@ class InterpolatedPatches(Patches):
         positions = get_vision_position_ids(grid, visual.spatial_merge_size)
         order = np.arange(len(pixels) // self.merged)
         return (pixels, positions, taps, weights, segments), order
+
+
+class AxialPatches(Patches):
+    """MiniMax-M3: a part of each head is rotated by time, row and column. The projector merges
+    patches."""
+
+    def __init__(self, whole: Any, dtype: torch.dtype) -> None:
+        self._tower = tower = whole.model.vision_tower
+        self._projector = whole.model.multi_modal_projector
+        self.dtype = dtype
+        self.merged = tower.spatial_merge_size**2
+        self._width = tower.embeddings.proj.weight[0].numel()
+        self.inputs = (
+            PatchInput((self._width,), False),
+            PatchInput((3,)),
+            PatchInput((), padding=PAD_SEGMENT),
+        )
+
+    def features(self, *inputs: Tensor) -> Tensor:
+        """Patch features. Inputs: pixels, positions (time, row, column), and segments."""
+        pixels, positions, segments = inputs
+        tower = self._tower
+        # The patch embedding is a convolution whose stride equals its kernel size.
+        hidden = functional.linear(pixels, tower.embeddings.proj.weight.flatten(1))
+        rotation = tower.rotary_emb(hidden, positions)
+        hidden = tower.pre_layrnorm(hidden)
+        mask = segment_mask(segments, self.dtype)
+        for layer in tower.layers:
+            attention, normed = layer.self_attn, layer.layer_norm1(hidden)
+            operands = (
+                projection(normed).view(len(hidden), attention.num_heads, -1)
+                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            seen = _attend(operands, rotation, mask, attention.scaling)
+            hidden = hidden + attention.out_proj(seen)
+            hidden = hidden + layer.mlp(layer.layer_norm2(hidden))
+        return self._projector(hidden)  # type: ignore[no-any-return]
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Integers]:
+        grid, pixels, segments = _read(tensors, self._width)
+        places = get_vision_position_ids(grid, self._tower.spatial_merge_size)
+        # Each frame of a grid has its own segment.
+        positions = torch.cat((segments.unsqueeze(1), places), dim=1)
+        return (pixels, positions, segments), np.arange(len(pixels) // self.merged)
 
 
 def _frames(tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
@@ -178,19 +230,26 @@ def _read(tensors: Mapping[str, Tensor], width: int) -> tuple[Tensor, Tensor, Te
 
 
 def _attend(
-    attention: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
+    operands: Iterable[Tensor], rotation: tuple[Tensor, Tensor], mask: Tensor, scale: float
 ) -> Tensor:
-    shape = (len(hidden), 3, attention.num_heads, -1)
-    query, key, value = attention.qkv(hidden).view(shape).unbind(1)
-    query, key = apply_rotary_pos_emb_vision(query, key, *rotation)
+    """Attention (n, heads * head_dim) of queries, keys and values (n, heads, head_dim). The first
+    numbers of each head are rotated, as many as `rotation` has."""
+    query, key, value = operands
+    size = rotation[0].shape[-1]
+    turned = apply_rotary_pos_emb_vision(query[..., :size], key[..., :size], *rotation)
+    if size < query.shape[-1]:
+        query = torch.cat((turned[0], query[..., size:]), dim=-1)
+        key = torch.cat((turned[1], key[..., size:]), dim=-1)
+    else:
+        query, key = turned
     found = functional.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
         value.transpose(0, 1).unsqueeze(0),
         attn_mask=mask.view(1, 1, *mask.shape),
-        scale=attention.scaling,
+        scale=scale,
     )
-    return attention.proj(found.squeeze(0).transpose(0, 1).flatten(1))  # type: ignore[no-any-return]
+    return found.squeeze(0).transpose(0, 1).flatten(1)
 
 
 _KINDS: dict[str, Callable[[Any, torch.dtype], Patches]] = {
@@ -202,5 +261,6 @@ _KINDS: dict[str, Callable[[Any, torch.dtype], Patches]] = {
     "qwen3_5_vision": InterpolatedPatches,
     "qwen3_5_moe_vision": InterpolatedPatches,
     "siglip2_vision_model": Siglip2Patches,
+    "minimax_m3_vl_vision": AxialPatches,
 }
 """Implementations by the model_type of the tower."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from config.checkpoint.weight_maps.shard import Shard
 from config.model.decoder_spec import MXFP4_BLOCK, ClampedSwiGLU
-from hpu.model_loader.mxfp4 import BIAS
+from hpu.model_loader.quantized_weights import POWER_BIAS
 from hpu.quantization.base import ExpertsLayer
 from hpu.quantization.quantized_weight import Mxfp4Weight, StackedWeights
 from hpu.quantization.stored.weights import W2, W13
@@ -100,7 +100,7 @@ class LaunchedMxfp4Weight(Mxfp4Weight):
         # Powers are multiplied by exp2: the first power has no implicit leading 1.
         sizes = torch.where(power > 0, (half + 1) * torch.exp2(power.float() - 1), half)
         values = torch.where(codes > 7, -sizes, sizes)
-        scales = torch.exp2((self.scales.int() - BIAS).float())
+        scales = torch.exp2((self.scales.int() - POWER_BIAS).float())
         return (values * scales.unsqueeze(-1)).flatten(-2).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5: an image token per square of merged patches."""
+"""Qwen2-VL, 2.5-VL, 3-VL, Qwen3.5 and MiniMax-M3: an image token per square of merged patches."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from server.multimodal.families.base import Arrays, ProcessorFiles, VideoForm
+from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles, VideoForm
 
 MAX_SIDES = 200
 """Maximum ratio of the longer side of a frame to the shorter side."""
@@ -34,6 +34,19 @@ class QwenVLForm:
 
     def num_rows(self, arrays: Arrays) -> int:
         return 0
+
+
+class MiniMaxM3Form(NoGrid):
+    """The template writes a single image token."""
+
+    def __init__(self, files: ProcessorFiles) -> None:
+        self.mark = files.image_token
+        merge = files.value("merge_size", files.vision.get("spatial_merge_size"), 2)
+        self._merged = merge**2
+
+    def text(self, arrays: Arrays) -> str:
+        count = int(np.prod(arrays["image_grid_thw"][0])) // self._merged
+        return f"]<]start of image[>[{self.mark * count}]<]end of image[>["
 
 
 class QwenVideoForm:

@@ -15,7 +15,7 @@ from server.multimodal.families.llava import LlavaForm, LlavaNextForm
 from server.multimodal.families.mllama import MllamaForm
 from server.multimodal.families.phi4 import Phi4Form
 from server.multimodal.families.pixtral import PixtralForm
-from server.multimodal.families.qwen_vl import QwenVLForm
+from server.multimodal.families.qwen_vl import MiniMaxM3Form, QwenVLForm
 
 _BY_PROCESSOR: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "AyaVisionProcessor": AyaVisionForm,
@@ -32,6 +32,7 @@ _BY_PROCESSOR: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     "InternVLProcessor": InternVLForm,
     "Lfm2VlProcessor": Lfm2VlForm,
     "Llama4Processor": Llama4Form,
+    "MiniMaxM3VLProcessor": MiniMaxM3Form,
     "MllamaProcessor": MllamaForm,
     "Phi4MultimodalProcessor": Phi4Form,
 }
@@ -56,6 +57,7 @@ _BY_MODEL_TYPE: dict[str, Callable[[ProcessorFiles], PromptForm]] = {
     # transformers 4.57 writes the second name.
     **dict.fromkeys(("lfm2_vl", "lfm2-vl"), Lfm2VlForm),
     "llama4": Llama4Form,
+    "minimax_m3_vl": MiniMaxM3Form,
     "mllama": MllamaForm,
     "phi4_multimodal": Phi4Form,
 }

@@ -239,7 +239,8 @@ def test_blocks_in_fp8_of_auto_round(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"bits": 3}, "bits .* is 3, served is 4 or 8"),
-        ({"data_type": "mx_fp"}, "data_type .* is 'mx_fp', served is 'int'"),
+        ({"data_type": "mx_int"}, "data_type .* is 'mx_int', served is 'int'"),
+        ({"data_type": "mx_fp"}, "packing_format .* served is one of auto_round:llm_compressor"),
         ({"act_bits": 8}, "act_bits .* is 8, served is 16"),
         ({"super_bits": 6}, "super_bits .* is 6"),
         ({"packing_format": "mlx"}, "packing_format .* is 'mlx', served is auto_round"),
@@ -321,3 +322,75 @@ def test_modelopt_with_only_the_cache_in_fp8_is_not_quantized(tmp_path: Path) ->
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
 
     assert read_quantization(Fields({}, tmp_path / "config.json")) is None
+
+
+MX_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}
+MX_FORMS: dict[str, dict[str, Any]] = {
+    "mxfp8": {"weight_block_size": [1, 32], "scale_fmt": "ue8m0", "ignored_layers": ["lm_head"]},
+    "compressed-tensors": {
+        "format": "mxfp8-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": MX_WEIGHTS}},
+    },
+    "modelopt": {"quant_algo": "MXFP8"},
+    "auto-round": {
+        **{"bits": 8, "group_size": 32, "data_type": "mx_fp", "act_bits": 8},
+        "packing_format": "auto_round:llm_compressor",
+        "extra_config": {DOWN: {"bits": 16}},
+    },
+}
+"""quantization_config of MXFP8 as each tool writes it."""
+
+
+@pytest.mark.parametrize("method", MX_FORMS)
+def test_mxfp8_has_a_power_of_two_for_32_inputs(method: str, tmp_path: Path) -> None:
+    config = {"quant_method": method, **MX_FORMS[method]}
+
+    scheme = read(tmp_path, {"quantization_config": config}).scheme_of(QUERY)
+
+    assert scheme is not None
+    assert (scheme.is_float, scheme.block_rows, scheme.group_size) == (True, 1, 32)
+    is_inverse = method == "mxfp8"
+    scales = scheme.parts[1]
+    assert scales.suffix == ("weight_scale_inv" if is_inverse else "weight_scale")
+    assert scales.dtypes == ("U8", "F8_E8M0")
+
+
+def test_auto_round_leaves_a_module_of_mxfp8_out(tmp_path: Path) -> None:
+    config = {"quant_method": "auto-round", **MX_FORMS["auto-round"]}
+
+    assert read(tmp_path, {"quantization_config": config}).scheme_of(DOWN) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        ("mxfp8", {"weight_block_size": [128, 128]}, r"weight_block_size .* served is \[1, 32\]"),
+        ("mxfp8", {"scale_fmt": "float"}, "scale_fmt .* is 'float', served is one of ue8m0"),
+        ("mxfp8", {"fmt": "e5m2"}, "fmt .* is 'e5m2', served is one of e4m3"),
+        ("mxfp8", {"activation_scheme": "static"}, "activation_scheme .* is 'static'"),
+        ("mxfp8", {"moe_quant_algo": "NVFP4"}, "moe_quant_algo .* is 'NVFP4', served is one of MX"),
+        ("mxfp8", {"expert_dtype": "fp4"}, "expert_dtype .* is 'fp4', served is one of fp8"),
+        ("fp8", {"moe_quant_algo": "NVFP4"}, "moe_quant_algo .* is 'NVFP4', served is one of FP8"),
+        ("fp8", {"expert_dtype": "fp4"}, "expert_dtype .* is 'fp4', served is one of fp8"),
+        ("fp8", {"scale_fmt": "ue4m3"}, "scale_fmt .* is 'ue4m3', served is one of float, ue8m0"),
+        ("modelopt", {"quant_algo": "MIXED_PRECISION"}, "served is one of FP8, MXFP8"),
+        ("auto-round", {"bits": 4}, "bits .* is 4, served is 8"),
+        ("auto-round", {"group_size": 16}, "group_size .* is 16, served is 32"),
+        ("auto-round", {"act_data_type": "nv_fp"}, "act_data_type .* is 'nv_fp'"),
+        ("auto-round", {"extra_config": {DOWN: {"bits": 4}}}, "bits .* is 4, served is 8"),
+        ("compressed-tensors", {"num_bits": 4}, "num_bits .* is 4, served is 8"),
+        ("compressed-tensors", {"group_size": 16}, "group_size .* is 16, served is 32"),
+        ("compressed-tensors", {"strategy": "channel"}, "strategy .* served is one of group"),
+        ("compressed-tensors", {"type": "int"}, "type .* is 'int', served is one of float"),
+    ],
+)
+def test_other_forms_of_mxfp8_are_refused(
+    method: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = {"quant_method": method, **MX_FORMS.get(method, {}), **changes}
+    if method == "compressed-tensors":
+        group = {"targets": ["Linear"], "weights": {**MX_WEIGHTS, **changes}}
+        config = {"quant_method": method, **MX_FORMS[method], "config_groups": {"group_0": group}}
+
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, {"quantization_config": config})

@@ -9,6 +9,7 @@ import pytest
 import torch
 from greedy import assert_same_as_transformers, greedy_by_pages, load_reference, random_prompts
 from paged_harness import load_decoder
+from quantized_checkpoints import FORMATS, quantize
 from releases import transformers_before
 from safetensors.torch import load_file, save_file
 from tiny_models import COMMON, FAMILIES, VOCAB_SIZE, make_tiny
@@ -514,3 +515,31 @@ def test_phi_moe_as_published(tmp_path: Path) -> None:
     file.write_text(json.dumps({**fields, "architectures": ["PhiMoEForCausalLM"]}))
 
     assert_served_as_by(reference, tmp_path)
+
+
+@torch.inference_mode()
+def test_minimax_m3_in_mxfp8_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its projections of keys and queries for the index are quantized too; its tower is not."""
+    sizes = {"intermediate_size": 64, "dense_intermediate_size": 96, "shared_intermediate_size": 32}
+    text_type, text, vision = WHOLE["minimax_m3_vl"]
+    monkeypatch.setitem(WHOLE, "minimax_m3_vl", (text_type, {**text, **sizes}, vision))
+    make_whole("minimax_m3_vl", tmp_path / "whole")
+    parts = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
+    quantized = quantize(FORMATS["mxfp8"], tmp_path / "whole", tmp_path / "quantized", other=parts)
+    file = quantized.folder / "config.json"
+    fields = json.loads(file.read_text())
+    gates = [f"language_model.model.layers.{layer}.block_sparse_moe.gate" for layer in (1, 2)]
+    ignored = [*gates, "lm_head", "model.embed_tokens", "vision_tower", "patch_merge_mlp"]
+    ignored += ["multi_modal_projector"]
+    # transformers then dequantizes too.
+    fields["quantization_config"] |= {"ignored_layers": ignored, "dequantize": True}
+    file.write_text(json.dumps(fields))
+    stored = load_file(quantized.folder / "model.safetensors")
+    index = "language_model.model.layers.1.self_attn.index_q_proj.weight_scale_inv"
+    assert stored[index].dtype == torch.uint8
+
+    whole = AutoModelForImageTextToText.from_pretrained(
+        quantized.folder, dtype=torch.float32, attn_implementation="eager"
+    )
+
+    assert_served_as_by(whole, quantized.folder)

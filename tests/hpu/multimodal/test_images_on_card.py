@@ -23,7 +23,7 @@ FAMILIES += ["qwen3_vl", *(pytest.param(name, marks=SLOW) for name in ("qwen3_vl
 FAMILIES += [pytest.param(name, marks=SLOW) for name in ("aya_vision", "deepseek_vl", "vipllava")]
 FAMILIES += ["mllama", pytest.param("phi4_multimodal", marks=SLOW), "llama4"]
 FAMILIES += [pytest.param("pixtral", marks=SLOW), "qwen3_5"]
-FAMILIES += [pytest.param(name, marks=SLOW) for name in ("qwen3_5_moe", "lfm2_vl")]
+FAMILIES += [pytest.param(name, marks=SLOW) for name in ("qwen3_5_moe", "lfm2_vl", "minimax_m3")]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -35,7 +35,8 @@ def test_nothing_compiles_for_images_after_the_warm_up(name: str, tmp_path: Path
     with working(tmp_path) as on_cpu:
         expected = random_images(on_cpu, pictures, max_chunk=max_chunk)
 
-    has_patches = name.startswith("qwen") or name in ("mistral3", "pixtral", "lfm2_vl")
+    others = ("mistral3", "pixtral", "lfm2_vl", "minimax_m3")
+    has_patches = name.startswith("qwen") or name in others
     sizes = "16,48" if has_patches else "auto"
     table = replace(TABLE, images=sizes)
     card = {"device": "hpu-emulator", "emulator": STRICT, "buckets": table}

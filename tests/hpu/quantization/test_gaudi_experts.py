@@ -9,7 +9,9 @@ import torch
 from emulated import emulated
 from paged_harness import load_decoder
 from quantized_card import tokens_on_card
-from quantized_checkpoints import FORMATS, Quantized, make_quantized
+from quantized_checkpoints import FORMATS, WEIGHTS, Quantized, make_quantized, quantize
+from safetensors.torch import load_file, save_file
+from tiny_models import make_tiny
 from torch import Tensor
 
 from config.execution import ExecutionConfig
@@ -47,7 +49,10 @@ INT8 = [
     "wna16, 8 bits",
     "int-quantized",
 ]
-FLOATS = ["fp8", "fp8, static", "fp8, blocks", "fp8, small blocks", "float-quantized, channels"]
+FLOATS = [
+    *("fp8", "fp8, static", "fp8, blocks", "fp8, small blocks", "float-quantized, channels"),
+    "mxfp8",
+]
 TOP_K = 2
 
 
@@ -74,6 +79,11 @@ def fp8(generation: str) -> MakeMoEMethod:
         return Fp8MoEMethod(experts, GENERATIONS[generation].fp8_max)
 
     return method
+
+
+def fp8_if_possible(experts: StoredExperts | Mxfp4Experts) -> MoEMethod | None:
+    assert isinstance(experts, StoredExperts)
+    return Fp8MoEMethod(experts, 240.0) if can_multiply(experts) else None
 
 
 def fp8_blocks(generation: str) -> MakeMoEMethod:
@@ -181,7 +191,7 @@ def test_experts_in_fp8_are_close_to_the_dequantized_ones(
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-@pytest.mark.parametrize("name", ["fp8, blocks", "fp8, small blocks"])
+@pytest.mark.parametrize("name", ["fp8, blocks", "fp8, small blocks", "mxfp8"])
 def test_experts_that_keep_their_blocks_are_the_dequantized_ones(
     name: str, generation: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +277,34 @@ def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
         assert card.memory.peak < 1.05 * (held + buffers)
 
     assert held == weight_bytes(read_model_config(str(folder)), num_cards=1, width=2, length=0)
+
+
+def one_by_one(folder: Path) -> None:
+    """Rewrite a MiniMax-M3 that stacks its experts."""
+    tensors = load_file(folder / WEIGHTS)
+    for name in [name for name in tensors if ".experts." in name]:
+        block, _, product = name.rpartition(".")
+        kinds = ("w1", "w3") if product == "gate_up_proj" else ("w2",)
+        for expert, weight in enumerate(tensors.pop(name)):
+            for kind, own in zip(kinds, weight.chunk(len(kinds)), strict=True):
+                tensors[f"{block}.{expert}.{kind}.weight"] = own.contiguous()
+    save_file(tensors, folder / WEIGHTS)
+
+
+def test_the_estimate_has_dequantized_experts_with_a_clamped_swiglu(tmp_path: Path) -> None:
+    """MiniMax-M3: its experts are dequantized while they are loaded."""
+    sizes = {"intermediate_size": 64, "dense_intermediate_size": 96, "shared_intermediate_size": 32}
+    plain = make_tiny("minimax_m3_vl_text", tmp_path / "plain", **sizes)
+    one_by_one(plain)
+    folder = quantize(FORMATS["mxfp8"], plain, tmp_path / "quantized").folder
+
+    with emulated(strict=True):
+        model = loaded(folder, fp8_if_possible)
+        held = sum(parameter.nbytes for parameter in model.parameters())
+
+    estimate = weight_bytes(read_model_config(str(folder)), num_cards=1, width=2, length=0)
+    # Routers are in float32 on the card.
+    assert estimate == pytest.approx(held, rel=0.01)
 
 
 def test_the_estimate_of_a_launch_has_the_experts_that_are_expanded_at_once(
