@@ -34,13 +34,13 @@ class ContinuationTurns:
         """Begin a step."""
         self._step = step
         self._num_in_step = 0
-        if self._num_running or waiting.peek(is_new=True) is not None:
+        if self._num_running or waiting.peek(is_new=True):
             self._last_shared_step = step
 
     def next(self, waiting: WaitingQueue) -> Request | None:
         """The waiting request to start next; None if none may start in this step."""
         request = waiting.peek()
-        if request is None or not request.is_continuation:
+        if not (request and request.is_continuation):
             return request
         if self._num_in_step >= self._max_in_step and self._is_shared:
             return self._give_turn(waiting.peek(is_new=True))

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -254,7 +254,7 @@ def _spellings(value: str) -> set[str]:
     return once | {repr(value)[1:-1]} | {json.dumps(word)[1:-1] for word in once}
 
 
-def _redacted(value: Any, replacements: Mapping[str, str]) -> Any:
+def _redacted(value: object, replacements: Mapping[str, str]) -> object:
     if isinstance(value, dict):
         return {name: _redacted(entry, replacements) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
