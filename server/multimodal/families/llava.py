@@ -1,6 +1,8 @@
 """LLaVA: an image token per patch. LLaVA-NeXT: an image token per patch of the whole image, per
 patch of its tiles without padding, and per end of a row of patches."""
 
+from typing import Any
+
 from transformers.image_processing_utils import select_best_resolution
 
 from config.errors import ConfigError
@@ -63,8 +65,9 @@ class LlavaNextForm(LlavaForm):
 
 def _sizes(pinpoints: object) -> list[list[int]]:
     """Heights and widths of the canvases of tiles. Raises ConfigError."""
-    is_list = isinstance(pinpoints, list) and 1 <= len(pinpoints) <= MAX_CANVASES
-    pairs = pinpoints if is_list else [None]
+    pairs: list[Any] = pinpoints if isinstance(pinpoints, list) else []
+    if not 1 <= len(pairs) <= MAX_CANVASES:
+        pairs = [None]
     for pair in pairs:
         if not (
             isinstance(pair, list)
