@@ -1,6 +1,8 @@
-"""Cache folders: checks of their owner, of room, and errors for folders that cannot be written."""
+"""Cache folders: checks of the owner of folders and files, of room, and errors for folders that
+cannot be written."""
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -9,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config.errors import ConfigError, bytes_text
+from config.whole_files import write_whole
 
 HINT = "name another folder by --cache-dir or XDG_CACHE_HOME, in a container a mounted volume"
 
@@ -34,11 +37,75 @@ def foreign_writer(folder: Path) -> str:
     # The owner of a link chooses the folder.
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in _own_ids(folder.parent):
         return f"is a link of user {link.st_uid}"
-    if found.st_uid not in (0, os.geteuid()) and found.st_uid not in _own_ids(folder):
-        return f"belongs to user {found.st_uid}, and this server runs as user {os.geteuid()}"
-    if found.st_mode & stat.S_IWOTH:
-        return f"can be written by every user (mode {stat.S_IMODE(found.st_mode):o})"
-    return ""
+    return _foreign_owner(found, folder) or _open_mode(found)
+
+
+def check_own(path: Path) -> None:
+    """Raise ConfigError if another user can write the cached file or folder `path`, or a file below
+    it: the owner of a cache folder may be right, and a file in it may belong to another user."""
+    for entry in (path, *sorted(path.rglob("*"))):
+        with contextlib.suppress(FileNotFoundError):
+            if reason := _foreign_file(entry.lstat(), entry):
+                raise ConfigError(f"the cached {entry} {reason}: remove it, or {HINT}")
+
+
+def open_cached(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Descriptor of a cached file. Raises OSError, also for a link, for a file that is not regular,
+    and for a file that another user can write. Does not wait for the writer of a FIFO."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    reason = _foreign_file(status, Path(path))
+    if not stat.S_ISREG(status.st_mode):
+        reason = "is not a regular file"
+    if reason:
+        os.close(descriptor)
+        raise OSError(errno.EACCES, f"it {reason}", str(path))
+    return descriptor
+
+
+def read_cached(path: Path, max_bytes: int) -> bytes:
+    """All bytes of a cached file. Raises OSError, also for a larger file, and for a file or folder
+    that another user can write."""
+    _check_folder(path)
+    with open(open_cached(path), "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
+    return content
+
+
+def write_cached(path: Path, content: bytes) -> None:
+    """Write or replace a cached file atomically, and make its folder. Raises OSError, also for a
+    folder that another user can write."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_folder(path)
+    write_whole(path, content)
+
+
+def _check_folder(path: Path) -> None:
+    if reason := foreign_writer(path.parent):
+        raise OSError(errno.EACCES, f"its folder {reason}", str(path))
+
+
+def _foreign_file(status: os.stat_result, path: Path) -> str:
+    """Why another user can write the file with this status. Empty if nobody else can."""
+    if reason := _foreign_owner(status, path.parent):
+        return reason
+    is_open = not stat.S_ISLNK(status.st_mode) and status.st_mode & stat.S_IWOTH
+    # With a umask of 0 the folder alone keeps others out.
+    return _open_mode(status) if is_open and path.parent.stat().st_mode & stat.S_IXOTH else ""
+
+
+def _foreign_owner(status: os.stat_result, folder: Path) -> str:
+    if status.st_uid in (0, os.geteuid()) or status.st_uid in _own_ids(folder):
+        return ""
+    return f"belongs to user {status.st_uid}, and this server runs as user {os.geteuid()}"
+
+
+def _open_mode(status: os.stat_result) -> str:
+    if not status.st_mode & stat.S_IWOTH:
+        return ""
+    return f"can be written by every user (mode {stat.S_IMODE(status.st_mode):o})"
 
 
 def _own_ids(folder: Path) -> set[int]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from config.cache_folder import cache_errors, cache_path, check_room, sync
+from config.cache_folder import cache_errors, cache_path, check_own, check_room, sync
 from config.errors import ConfigError
 from config.loading.env import cache_home, environment
 from config.owned_directory import OwnedDirectory
@@ -44,6 +44,7 @@ def fetch_demo(
     if not target.is_file() or target.stat().st_size != FILE_BYTES:
         with cache_errors(target.parent, "the demo model"):
             _fetch(target, progress, report)
+    check_own(target)
     return str(target)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from config.cache_folder import cache_errors, cache_path, check_room
+from config.cache_folder import cache_errors, cache_path, check_own, check_room
 from config.checkpoint.gguf_config import generation_config, model_config, pooling_files
 from config.checkpoint.gguf_metadata import GgufFile, open_gguf
 from config.checkpoint.gguf_tensors import Entry, model_entries, num_blocks
@@ -56,6 +56,7 @@ def converted(
     name = f"{source.stem}-{dtype}{suffix}-{_fingerprint(source, sampling)}"
     target = cache_path(str(cache), "converted") / name
     if target.is_dir():
+        check_own(target)
         return target
     report("convert", 0, 0)
     with ExitStack() as stack:

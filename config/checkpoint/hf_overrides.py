@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from config.cache_folder import cache_errors, cache_path
+from config.cache_folder import cache_errors, cache_path, check_own
 from config.errors import ConfigError
 from config.json_text import parse_json
 from config.loading.env import cache_home
@@ -64,6 +64,7 @@ def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
     digest = hashlib.sha256("\0".join((str(source), content, *names)).encode(errors="replace"))
     target = cache_path(cache_dir or cache_home(), "hf-overrides") / digest.hexdigest()[:32]
     if target.is_dir():
+        check_own(target)
         return str(target)
     with cache_errors(target.parent, "the overridden config.json"):
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

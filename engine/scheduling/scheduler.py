@@ -11,6 +11,7 @@ from typing import NamedTuple
 from config.engine import SchedulerConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import FINISHED, PREEMPTED, RUNNING, WAITING, Request
+from engine.scheduling.continuation_turns import ContinuationTurns
 from engine.scheduling.grammar_masks import add_masks
 from engine.scheduling.known_tokens import known_tokens
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
@@ -27,7 +28,6 @@ _priority_key = attrgetter("priority_key")
 WATERMARK_SHARE = 100
 """Admission watermark: beside running requests, keep 1/100 of the blocks free, so that running
 requests can grow a little before a preemption."""
-MIN_CONTINUED = 4
 RESERVED_STEPS = 8
 """Steps for which a finished beam's index is reserved for its continuation: longer than a front end
 takes to send the continuation."""
@@ -149,11 +149,7 @@ class Scheduler:
         self._free_indices = list(range(config.max_num_seqs - 1, -1, -1))
         self._reservations: deque[int] = deque()
         """Steps at which reservations of free indices for continuations expire."""
-        self._max_continued = max(MIN_CONTINUED, config.max_num_seqs // 4)
-        self._num_continued = 0
-        """Continuations that have started since a new request had its turn."""
-        self._turn: Request | None = None
-        """The new request that has its turn in place of continuations."""
+        self._turns = ContinuationTurns(config.max_num_seqs)
         self._freed_indices: list[int] = []
         """Indices freed since the last plan; sent to the worker with the next plan."""
         self._defrag_threshold = facts.defrag_threshold
@@ -262,6 +258,7 @@ class Scheduler:
         while self._reservations and self._reservations[0] <= step:
             self._reservations.popleft()
         self._update_running()
+        self._turns.begin_step(step, self.waiting)
         for resource in self._resources:
             resource.begin_step()
         if self._kv.contiguous and not self._moves:
@@ -390,7 +387,7 @@ class Scheduler:
         if kv.offload.version != self._files_version:
             self._files_version = kv.offload.version
             self.waiting.restore()
-        while budget > 0 and self._free_indices and (request := self._next()):
+        while budget > 0 and self._free_indices and (request := self._turns.next(self.waiting)):
             if output.num_tokens >= self._launch_tokens or not self._has_free_index(request):
                 break
             if self._held_for_isolation(request):
@@ -424,20 +421,6 @@ class Scheduler:
             self._add_chunk(request, count, output)
             budget -= count
 
-    def _next(self) -> Request | None:
-        """The waiting request to start next. Continuations are first, but after `_max_continued` of
-        them a new request has its turn: beam searches may have thousands of continuations."""
-        request = self.waiting.peek()
-        if not (request and request.is_continuation and self._num_continued >= self._max_continued):
-            return request
-        new = self.waiting.peek(is_new=True)
-        if not new or new.priority_key[0] > request.priority_key[0]:
-            return request
-        # The turn is over even if the request cannot start now.
-        self._num_continued = 0
-        self._turn = new
-        return new
-
     def _held_for_isolation(self, request: Request) -> bool:
         """Whether crash isolation holds this request back. A suspect is admitted only when every
         running request has produced a token since its admission; no request is admitted after the
@@ -460,13 +443,12 @@ class Scheduler:
         of finished beams are reserved for their continuations: in a full batch a beam search would
         otherwise lose its indices at every token and wait for all requests that arrived since."""
         is_busy = self._decoding or self._prefilling or self._draining
-        is_held = is_busy and not request.is_continuation and request is not self._turn
+        is_held = is_busy and not (request.is_continuation or self._turns.has_turn(request))
         num_reserved = len(self._reservations) if is_held else 0
         return len(self._free_indices) > num_reserved
 
     def _start(self, request: Request, num_cached: int, output: SchedulerOutput) -> None:
-        if request.is_continuation:
-            self._num_continued += 1
+        self._turns.start(request)
         if request.is_continuation and self._reservations:
             self._reservations.popleft()
         for resource in self._resources:
@@ -544,6 +526,7 @@ class Scheduler:
         self._remove(request)
 
     def _remove(self, request: Request) -> None:
+        self._turns.remove(request)
         for resource in self._resources:
             resource.release(request)
         if request.last_step > self._last_collected_step:

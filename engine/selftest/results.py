@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from config.whole_files import read_limited, write_whole
+from config.cache_folder import read_cached, write_cached
 from hpu.selftest.base import FAILS, HANGS, HOLDS, UNKNOWN, Check, Fallback
 
 logger = logging.getLogger(__name__)
@@ -96,8 +96,7 @@ def write(path: Path, found: SelfTest) -> None:
     """Store a result by replacing the whole file. Failure to write is logged."""
     text = msgspec.json.format(msgspec.json.encode(found), indent=1)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
+        write_cached(path, text)
     except OSError as error:
         logger.warning("The result of the self-test is not stored: %s", error)
 
@@ -106,11 +105,11 @@ def read(path: Path, identity: Identity, checks: Mapping[str, Check]) -> Sequenc
     """The stored result; empty if there is no usable file. Logs a line about a file that is not
     used, and a line about each fallback that no check has."""
     try:
-        found = msgspec.json.decode(read_limited(path, MAX_BYTES), type=SelfTest)
+        found = msgspec.json.decode(read_cached(path, MAX_BYTES), type=SelfTest)
     except FileNotFoundError:
         return ()
     except (OSError, msgspec.DecodeError) as error:
-        logger.warning("The self-test %s is damaged, and ignored: %s", path, error)
+        logger.warning("The self-test %s is ignored: %s", path, error)
         return ()
     if found.format != FORMAT:
         logger.warning(

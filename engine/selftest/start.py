@@ -1,6 +1,7 @@
 """The self-test of a server's card: run now, stored earlier, or run at the first start; and the
 settings that it selects."""
 
+import json
 import logging
 import re
 import sys
@@ -224,11 +225,42 @@ def failure_report(found: SelfTest, machine: Machine) -> bytes:
         name: word for name, word in machine.environment.items() if REPORTED_VARIABLES.match(name)
     }
     report = FailureReport(found, sys.version.split()[0], packages, variables)
-    text = msgspec.json.format(msgspec.json.encode(report._asdict()), indent=1).decode()
-    for name, word in machine.environment.items():
-        if SECRET_NAMES.search(name) and len(word) >= MIN_SECRET:
-            text = text.replace(word, "***")
-    home = machine.environment.get("HOME", "")
-    if len(home) > 1:
-        text = text.replace(home, "~")
-    return text.encode() + b"\n"
+    # Before the encoding, since JSON escapes quotes and backslashes in a secret.
+    fields = _redacted(msgspec.to_builtins(report._asdict()), _replacements(machine.environment))
+    return msgspec.json.format(msgspec.json.encode(fields), indent=1) + b"\n"
+
+
+def _replacements(variables: Mapping[str, str]) -> dict[str, str]:
+    """What a report has in place of secrets and of the user's folder. A message may quote a value,
+    so each spelling of it is replaced; the longest first, since a secret may contain another."""
+    secrets = {
+        word
+        for name, word in variables.items()
+        if SECRET_NAMES.search(name) and len(word) >= MIN_SECRET
+    }
+    homes = {home for home in [variables.get("HOME", "")] if len(home) > 1}
+    words = {
+        spelling: shown
+        for values, shown in ((homes, "~"), (secrets, "***"))
+        for value in values
+        for spelling in _spellings(value)
+    }
+    return {word: words[word] for word in sorted(words, key=len, reverse=True)}
+
+
+def _spellings(value: str) -> set[str]:
+    """`value` alone, in JSON, in Python's quotes, and in JSON within JSON."""
+    once = {value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
+    return once | {repr(value)[1:-1]} | {json.dumps(word)[1:-1] for word in once}
+
+
+def _redacted(value: object, replacements: Mapping[str, str]) -> object:
+    if isinstance(value, dict):
+        return {name: _redacted(entry, replacements) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redacted(entry, replacements) for entry in value]
+    if not isinstance(value, str):
+        return value
+    for word, shown_word in replacements.items():
+        value = value.replace(word, shown_word)
+    return value

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from config import log
-from config.cache_folder import HINT, foreign_writer
+from config.cache_folder import HINT, foreign_writer, read_cached
 from config.errors import ConfigError
 from config.loading.env import cache_home
 from config.model.decoder_spec import ClampedSwiGLU
@@ -38,6 +38,8 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 NEEDED = frozenset(("avx2", "fma", "f16c"))
 """CPU flags that the kernels need. -march=native adds AVX-512, its BF16 and AMX if available."""
 DIGEST_BYTES = 32
+MAX_LIBRARY_BYTES = 64 << 20
+"""A larger file was not compiled by this module, whose library has 1 MiB."""
 COMPILE_TIMEOUT_S = 1800.0
 """Limit of a compilation, which takes half a minute on two free cores and minutes on busy cores."""
 COUNT_S = 1.0
@@ -589,8 +591,11 @@ def _is_whole(path: Path) -> bool:
     """Whether the file ends with the digest of its content. Loading a truncated file (full disk,
     crash) would kill the process with a signal."""
     try:
-        content = path.read_bytes()
-    except OSError:
+        content = read_cached(path, MAX_LIBRARY_BYTES)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        logger.warning("Kernels: %s is not used, and compiled again: %s", path, error.strerror)
         return False
     return content[-DIGEST_BYTES:] == _digest(content[:-DIGEST_BYTES])
 

@@ -8,14 +8,13 @@ import logging
 import os
 import re
 import shutil
-import stat
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import Condition, Thread
 
-from config.cache_folder import foreign_writer
+from config.cache_folder import foreign_writer, open_cached
 from config.errors import ConfigError
 from hpu.offload.host_blocks import HostBlocks, Row
 from hpu.protocol import HASH_BYTES, BlocksFetched, FetchBlocks
@@ -222,7 +221,7 @@ class BlockFiles:
         """Read a block's file into `slot`. Returns whether the file belongs to the block and is
         intact. Raises OSError if the file is missing."""
         path, row = self._path(block_hash), self._memory.rows[slot]
-        with open(path, "rb", buffering=0, opener=_regular) as file:
+        with open(path, "rb", buffering=0, opener=open_cached) as file:
             head = file.read(HEADER_BYTES)
             num_read = _read_fully(file, row)
             is_longer = bool(file.read(1))
@@ -327,16 +326,6 @@ def _digest(block_hash: bytes, row: Row) -> bytes:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
-
-
-def _regular(path: str, flags: int) -> int:
-    """Opener that refuses links and everything but regular files, without waiting for the writer of
-    a FIFO. Raises OSError."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is not a regular file")
-    return descriptor
 
 
 def _write_fully(descriptor: int, row: Row) -> None:

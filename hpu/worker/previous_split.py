@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from config.cache_folder import read_cached, write_cached
 from config.loading import env
 from config.setting import settings_of
 from config.version import VERSION
-from config.whole_files import write_whole
 from hpu.worker.load import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -94,17 +94,14 @@ class SplitRecord:
         kept = dict(list(entries.items())[-MAX_ENTRIES:])
         text = json.dumps({"format": FORMAT, "entries": kept}, indent=1)
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, text.encode())
+            write_cached(self._path, text.encode())
         except OSError as error:
             logger.warning("The number of KV blocks is not remembered: %s", error)
 
     def _entries(self) -> dict[str, Any]:
         """Entries by fingerprint, newest last; empty if the file is missing or invalid."""
         try:
-            if self._path.stat().st_size > MAX_BYTES:
-                raise ValueError(f"it is larger than {MAX_BYTES} bytes")
-            content = json.loads(self._path.read_text())
+            content = json.loads(read_cached(self._path, MAX_BYTES))
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']!r}, not {FORMAT}")
             entries = dict(content["entries"])

@@ -227,7 +227,7 @@ class BeamSearchGeneration:
             self._first_step_ended_s = self._first_step_ended_s or now_s
             self._decode_s = now_s - self._first_step_ended_s
             next_tokens = iter([output.logprobs[0] for output in outputs if output.logprobs])
-            pauses = Pauses()
+            pauses = Pauses(self._pipeline.pacer)
             for search in self._searches:
                 if search.running:
                     search.step([next(next_tokens) for _ in search.running])

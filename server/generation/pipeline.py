@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from config.errors import DeadlineExceeded, EngineDied, Overloaded, RequestFailed, UserError
+from config.fair_threads import current_client
 from config.params.lora import IMAGE
 from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 from config.server import ServerConfig
@@ -26,6 +27,7 @@ from server.generation.validation import (
     output_limit,
     with_checked_ids,
 )
+from server.http.pacing import LoopPacer
 from server.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 MAX_BAD_WORDS_CHARACTERS = 5_000
@@ -53,6 +55,8 @@ class Pipeline:
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer if not config.skip_tokenizer_init else None
+        self.pacer = LoopPacer(1)
+        """Paces long work of requests: a piece takes milliseconds."""
         self._max_stop_strings = config.max_stop_strings
         self._max_logprobs = config.max_logprobs
         self._output_limits = output_limits
@@ -79,7 +83,7 @@ class Pipeline:
         """
         params, limits = await self.check_request(prompts, params, param)
         generation = Generation(self.client, prompts, params.n)
-        pauses = Pauses()
+        pauses = Pauses(self.pacer)
         try:
             for prompt_index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
                 tokens = memoryview(np.asarray(prompt.token_ids, dtype="<u4").tobytes())
@@ -159,7 +163,7 @@ class Pipeline:
         check_allowed_tokens(params, ready.eos_token_ids, ready.vocab_size)
         num_ids = ready.prompt_vocab_size or ready.vocab_size
         limits = []
-        pauses = Pauses()
+        pauses = Pauses(self.pacer)
         for prompt in prompts:
             limit = output_limit(
                 prompt, params, num_ids, ready.max_model_len, self._output_limits, param
@@ -227,9 +231,11 @@ class Pipeline:
 
 
 class Pauses:
-    """Yields to the event loop after each MAX_TOKENS_AT_ONCE of work for a request."""
+    """Yields to the event loop after each MAX_TOKENS_AT_ONCE of work for a request. `pacer` lets
+    requests continue one after the other, in turns of clients."""
 
-    def __init__(self) -> None:
+    def __init__(self, pacer: LoopPacer) -> None:
+        self._pacer = pacer
         self._num_tokens = 0
 
     async def after(self, num_tokens: int) -> None:
@@ -237,7 +243,9 @@ class Pauses:
         self._num_tokens += num_tokens
         if self._num_tokens > MAX_TOKENS_AT_ONCE:
             self._num_tokens = 0
+            # `wait` alone does not yield in an iteration without other callers.
             await asyncio.sleep(0)
+            await self._pacer.wait(current_client.get() or "")
 
 
 class Generation:

@@ -9,19 +9,20 @@ less together: with a limit of 1, 64 concurrent requests took 40 % longer each."
 
 
 class LoopPacer:
-    """Lets MAX_PER_ITERATION callers proceed in each iteration of the event loop, so that other
+    """Lets `max_callers` callers proceed in each iteration of the event loop, so that other
     ready callbacks (mainly tokens of running streams) wait only for these callers. Clients take
     turns; the callers of a client proceed in order of arrival. The number of open connections
     bounds the queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_callers: int = MAX_PER_ITERATION) -> None:
+        self._max_callers = max_callers
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """Callers by client, in the order of the clients' turns."""
-        self._num_left = MAX_PER_ITERATION
+        self._num_left = self._max_callers
         self._is_scheduled = False
 
     async def wait(self, client: str) -> None:
-        """Wait for an iteration with fewer than MAX_PER_ITERATION callers, and for the turn of
+        """Wait for an iteration with fewer than `max_callers` callers, and for the turn of
         `client`."""
         loop = asyncio.get_running_loop()
         if not self._is_scheduled:
@@ -35,7 +36,7 @@ class LoopPacer:
             await future
 
     def _next_iteration(self) -> None:
-        self._num_left = MAX_PER_ITERATION
+        self._num_left = self._max_callers
         self._is_scheduled = bool(self._waiting)
         while self._waiting and self._num_left:
             client = next(iter(self._waiting))

@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from config.errors import ConfigError
-from config.model.json_fields import Json
+from config.model.json_fields import Fields, Json
 from engine.transport.messages import InputTensor
 from server.multimodal.decode import decode
 from server.multimodal.families.base import ProcessorFiles, PromptForm
@@ -24,6 +24,7 @@ from server.multimodal.llama4_images import Llama4ImageProcessor
 from server.multimodal.messages import IMAGE, Answer, ImageFacts, Setup, Video
 from server.multimodal.own_processor import OwnProcessor
 from server.multimodal.phi4_images import Phi4ImageProcessor
+from server.multimodal.processor_fields import check_fields, processor_fields
 from server.multimodal.video import Frames, read_frames
 
 INPUTS = (
@@ -77,9 +78,11 @@ class ImageProcessor:
 
     def __init__(self, setup: Setup) -> None:
         """Raises ConfigError."""
-        folder = Path(setup.folder)
+        folder = self._folder = Path(setup.folder)
         self._sampling = setup.num_frames, setup.fps
         files = ProcessorFiles.read(folder, setup.image_token, setup.video_token)
+        check_fields(processor_fields({**files.processor, **setup.options}))
+        check_fields(Fields(files.video_processor, Path("video_preprocessor_config.json")))
         self._size = video_size(files, setup.options)
         form = None if setup.is_unlisted else prompt_form(files)
         self._processor: Callable[..., Any] = _image_processor(folder, files, setup.options)
@@ -110,10 +113,22 @@ class ImageProcessor:
         return msgspec.msgpack.encode(answer)
 
     def warm_up(self) -> None:
-        """Process an image, so that forks of this process have all modules imported."""
+        """Process an image, so that forks of this process have all modules imported. Raises
+        ConfigError if the processor refuses it, or makes numbers that are not finite: fields are
+        wrong in a way that `check_fields` does not know."""
         file = io.BytesIO()
         Image.new("RGB", (WARM_UP_PIXELS, WARM_UP_PIXELS)).save(file, "PNG")
-        self.call(IMAGE + file.getvalue())
+        answer = msgspec.msgpack.decode(self.call(IMAGE + file.getvalue()), type=Answer)
+        problem = answer.error
+        for tensor in answer.tensors:
+            is_float = tensor.dtype == "float32"
+            if is_float and not np.isfinite(np.frombuffer(tensor.data, np.float32)).all():
+                problem = f"{tensor.name} of an image has numbers that are not finite"
+        if problem:
+            raise ConfigError(
+                f"the image processor of {self._folder} cannot be used, its fields are wrong: "
+                f"{problem}"
+            )
 
     def process(self, image: Image.Image) -> Answer:
         """Preprocess an RGB image. Raises BadImage if the processor rejects the image."""

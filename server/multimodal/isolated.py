@@ -21,10 +21,10 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     module = importlib.import_module("server.multimodal.image_processor")
     try:
         processor = module.ImageProcessor(msgspec.msgpack.decode(setup, type=Setup))
+        processor.warm_up()
     except ConfigError as error:
         # The server reads the facts at the start and reports the error.
         facts = msgspec.msgpack.encode(ImageFacts(error=str(error)))
         return lambda data: facts
-    processor.warm_up()
     call: Callable[[bytes], bytes] = processor.call
     return call

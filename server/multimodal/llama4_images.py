@@ -2,32 +2,33 @@
 that fits best, then the whole image as a tile."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from config.errors import ConfigError
+from config.model.json_fields import Json
+from server.multimodal.processor_fields import channels, processor_fields, resampling, side
 
 Size = tuple[int, int]
 """Height and width."""
+MAX_TILES = 256
+"""Limit on tiles of an image; published checkpoints have 16."""
 
 
 class Llama4ImageProcessor:
     """Called like the image processors of transformers, for images of Pillow."""
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
+    def __init__(self, fields: Json) -> None:
         """`fields` of preprocessor_config.json. Raises ConfigError."""
-        size = fields.get("size") or {"height": 336, "width": 336}
-        if not isinstance(size, dict) or size.get("height") != size.get("width"):
-            raise ConfigError(f"the size of tiles is {size!r}, height and width must be equal")
-        self._side = int(size["height"])
-        self._to_max = bool(fields.get("resize_to_max_canvas", False))
-        self._mean = np.array(fields.get("image_mean") or [0.5] * 3, np.float32)
-        self._deviation = np.array(fields.get("image_std") or [0.5] * 3, np.float32)
-        self._resample = Image.Resampling(fields.get("resample", Image.Resampling.BILINEAR))
-        self._canvases = canvases(int(fields.get("max_patches", 16)), self._side)
+        read = processor_fields(fields)
+        self._side = side(read, 336)
+        self._to_max = read.get("resize_to_max_canvas", bool, False)
+        self._mean = channels(read, "image_mean", 0.5)
+        self._deviation = channels(read, "image_std", 0.5, above=0.0)
+        self._resample = resampling(read)
+        self._canvases = canvases(read.count("max_patches", 16, maximum=MAX_TILES), self._side)
 
     def __call__(self, images: Sequence[Image.Image], **options: Any) -> dict[str, Any]:
         """Preprocess an image to pixel_values (tiles, 3, side, side) and aspect_ratios, the number

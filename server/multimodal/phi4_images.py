@@ -2,15 +2,18 @@
 tile, then crops of equal size in rows and columns, padded with white."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from config.errors import ConfigError
+from config.model.json_fields import Json
+from server.multimodal.processor_fields import channels, processor_fields, side
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+MAX_CROPS = 256
+"""Limit on crops of an image; published checkpoints have 36."""
 MIN_SIDE = 10
 """Minimum pixels of the shorter side of a resized image."""
 _SHARPNESS = -0.75
@@ -20,16 +23,14 @@ _SHARPNESS = -0.75
 class Phi4ImageProcessor:
     """Called like the image processors of transformers, for images of Pillow."""
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
+    def __init__(self, fields: Json) -> None:
         """`fields` of preprocessor_config.json. Raises ConfigError."""
-        size = fields.get("size") or {"height": 448, "width": 448}
-        if not isinstance(size, dict) or size.get("height") != size.get("width"):
-            raise ConfigError(f"the size of crops is {size!r}, height and width must be equal")
-        self._side = int(size["height"])
-        self._patch = int(fields.get("patch_size", 14))
-        self._most = int(fields.get("dynamic_hd", 36))
-        self._mean = np.array(fields.get("image_mean") or [0.5] * 3, np.float32)
-        self._deviation = np.array(fields.get("image_std") or [0.5] * 3, np.float32)
+        read = processor_fields(fields)
+        self._side = side(read, 448)
+        self._patch = read.count("patch_size", 14, maximum=self._side)
+        self._most = read.count("dynamic_hd", 36, maximum=MAX_CROPS)
+        self._mean = channels(read, "image_mean", 0.5)
+        self._deviation = channels(read, "image_std", 0.5, above=0.0)
 
     def __call__(self, images: Sequence[Image.Image], **options: Any) -> dict[str, Any]:
         """Preprocess an image to image_pixel_values (1, tiles, 3, side, side); image_sizes (1, 2),

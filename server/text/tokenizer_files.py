@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Encoder
 
-from config.cache_folder import cache_errors, cache_path, check_room, sync
+from config.cache_folder import cache_errors, cache_path, check_own, check_room, sync
 from config.checkpoint.tokenizer_bounds import (
     MAX_TOKENIZER_BYTES,
     TokenizerBounds,
@@ -219,6 +219,7 @@ def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
     target = cache_path(str(cache_dir), "tokenizers") / digest.hexdigest()[:32]
     if not (target / "tokenizer.json").is_file():
         _convert(folder, target, report)
+    check_own(target)
     return target
 
 

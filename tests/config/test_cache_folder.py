@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from tiny_gguf import write_gguf
+from tiny_models import make_tiny
 
-from config.cache_folder import HINT, cache_path
+from config.cache_folder import HINT, cache_path, check_own, read_cached, write_cached
 from config.checkpoint import demo
 from config.checkpoint.demo import FILE_BYTES, FILE_NAME, fetch_demo
 from config.checkpoint.gguf import converted
+from config.checkpoint.hf_overrides import with_overrides
 from config.checkpoint.hub import download_files
 from config.errors import ConfigError
 from config.loading.env import cache_home
@@ -162,6 +164,92 @@ def test_a_missing_folder_and_a_folder_of_a_group_are_taken(tmp_path: Path) -> N
 
     assert cache_path(str(tmp_path), "shared") == shared
     assert cache_path(str(tmp_path), "missing") == tmp_path / "missing"
+
+
+@pytest.mark.parametrize("what", ("folder", "file"))
+def test_a_converted_model_of_another_user_in_an_own_folder_is_refused(
+    what: str, tmp_path: Path
+) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf")
+    target = converted(source, tmp_path, progress=False)
+    path = target if what == "folder" else target / "model.safetensors"
+    _give_away(path)
+
+    with pytest.raises(ConfigError, match=f"{path} belongs to user 65534, .*: remove it, or name"):
+        converted(source, tmp_path, progress=False)
+
+
+def test_a_demo_model_of_another_user_in_an_own_folder_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "demo" / FILE_NAME
+    file.parent.mkdir()
+    with file.open("wb") as opened:
+        opened.truncate(FILE_BYTES)
+    _give_away(file)
+
+    with pytest.raises(ConfigError, match=f"{file} belongs to user 65534"):
+        fetch_demo(str(tmp_path), progress=False)
+
+
+def test_overrides_of_another_user_in_an_own_folder_are_refused(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "model")
+    overridden = Path(with_overrides(str(model), '{"rope_theta": 5000.0}', str(tmp_path)))
+    _give_away(model / "tokenizer.json")  # a link to it is no file of the cache
+    assert with_overrides(str(model), '{"rope_theta": 5000.0}', str(tmp_path)) == str(overridden)
+    _give_away(overridden / "config.json")
+
+    with pytest.raises(ConfigError, match=r"config.json belongs to user 65534"):
+        with_overrides(str(model), '{"rope_theta": 5000.0}', str(tmp_path))
+
+
+def test_a_tokenizer_of_another_user_in_an_own_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "tokenizers" / "0"
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text("{}")
+    _give_away(folder / "tokenizer.json")
+
+    with pytest.raises(ConfigError, match=r"tokenizer.json belongs to user 65534"):
+        check_own(folder)
+
+
+def test_a_file_that_every_user_can_reach_and_write_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "file"
+    file.parent.mkdir(mode=0o700)
+    file.write_bytes(b"content")
+    file.chmod(0o666)
+
+    assert read_cached(file, 7) == b"content"
+    file.parent.chmod(0o755)
+
+    with pytest.raises(OSError, match=r"it can be written by every user \(mode 666\)"):
+        read_cached(file, 7)
+    with pytest.raises(ConfigError, match=r"can be written by every user \(mode 666\): remove it"):
+        check_own(file)
+
+
+def test_only_an_own_regular_file_of_bounded_size_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"content")
+    (tmp_path / "link").symlink_to(file)
+    os.mkfifo(tmp_path / "pipe")
+
+    with pytest.raises(OSError, match="it has more than 6 bytes"):
+        read_cached(file, 6)
+    for name in ("link", "pipe"):
+        with pytest.raises(OSError):
+            read_cached(tmp_path / name, 7)
+    _give_away(file)
+    with pytest.raises(OSError, match="it belongs to user 65534"):
+        read_cached(file, 7)
+
+
+def test_no_file_is_read_from_or_written_to_a_folder_of_another_user(tmp_path: Path) -> None:
+    write_cached(tmp_path / "folder" / "file", b"content")
+    _give_away(tmp_path / "folder")
+
+    with pytest.raises(OSError, match="its folder belongs to user 65534"):
+        read_cached(tmp_path / "folder" / "file", 7)
+    with pytest.raises(OSError, match="its folder belongs to user 65534"):
+        write_cached(tmp_path / "folder" / "file", b"other")
 
 
 def _give_away(path: Path) -> None:

@@ -3,20 +3,21 @@
 import numpy as np
 
 from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+from server.multimodal.processor_fields import MAX_SIDE
 
 
 class AyaVisionForm(NoGrid):
     """The template's mark is not the placeholder token of the embeddings."""
 
     def __init__(self, files: ProcessorFiles) -> None:
-        self.mark = files.value("image_token", "<image>")
-        patch = files.value("patch_size", 28) * files.value("downsample_factor", 1)
-        count = (files.value("img_size", 364) // patch) ** 2
-        self._tokens = files.value("img_patch_token", files.image_token) * count
-        self._start = files.value("start_of_img_token", "<|START_OF_IMG|>")
-        self._end = files.value("end_of_img_token", "<|END_OF_IMG|>")
-        self._tile = files.value("tile_token", "TILE")
-        self._whole = files.value("tile_global_token", "TILE_GLOBAL")
+        self.mark = files.word("image_token", "<image>")
+        patch = files.count("patch_size", 28) * files.count("downsample_factor", 1)
+        count = files.count("img_size", 364, maximum=MAX_SIDE) // patch
+        self._tokens = files.word("img_patch_token", files.image_token) * count**2
+        self._start = files.word("start_of_img_token", "<|START_OF_IMG|>")
+        self._end = files.word("end_of_img_token", "<|END_OF_IMG|>")
+        self._tile = files.word("tile_token", "TILE")
+        self._whole = files.word("tile_global_token", "TILE_GLOBAL")
 
     def text(self, arrays: Arrays) -> str:
         num_tiles = int(np.ravel(arrays["num_patches"])[0])

@@ -12,6 +12,11 @@ import msgspec
 import numpy as np
 
 from config.errors import ConfigError
+from config.model.json_fields import Fields, Json
+from server.multimodal.processor_fields import MAX_IMAGE_TOKENS
+
+MAX_TOKEN_CHARACTERS = 256
+"""Maximum length of the text of a token."""
 
 Arrays = Mapping[str, Any]
 """Output of the image processor for an image: numpy arrays, and lists of sizes."""
@@ -36,15 +41,45 @@ class ProcessorFiles:
     @property
     def vision(self) -> dict[str, Any]:
         """The config of the vision tower."""
-        vision: dict[str, Any] = self.config.get("vision_config") or {}
-        return vision
+        return self._object("vision_config", self.config.get("vision_config"))
 
-    def value(self, name: str, *fallbacks: Any) -> Any:
+    def value(self, name: str, *fallbacks: object) -> Any:
         """A field of the processor, else the first fallback that is set. Raises ConfigError."""
         for value in (self.processor.get(name), *fallbacks):
             if value is not None:
                 return value
         raise ConfigError(f"the checkpoint's processor_config.json has no {name}")
+
+    def count(self, name: str, *fallbacks: object, maximum: int = MAX_IMAGE_TOKENS) -> int:
+        """A field like `value` that is an integer from 1 to `maximum`. Raises ConfigError."""
+        return self._one(name, *fallbacks).count(name, maximum=maximum)
+
+    def number(self, name: str, *fallbacks: object) -> float:
+        """A field like `value` that is a number above 0. Raises ConfigError."""
+        return self._one(name, *fallbacks).number(name, 0.0, above=0.0)
+
+    def flag(self, name: str, *fallbacks: object) -> bool:
+        """A field like `value` that is a boolean. Raises ConfigError."""
+        flag: bool = self._one(name, *fallbacks).get(name, bool, None)
+        return flag
+
+    def word(self, name: str, *fallbacks: object) -> str:
+        """A field like `value` that is the text of a token. Raises ConfigError."""
+        word: str = self._one(name, *fallbacks).get(name, str, None)
+        if not 1 <= len(word) <= MAX_TOKEN_CHARACTERS:
+            raise ConfigError(
+                f"{name} of the checkpoint's processor has {len(word)} characters, it must have "
+                f"from 1 to {MAX_TOKEN_CHARACTERS}"
+            )
+        return word
+
+    def _one(self, name: str, *fallbacks: object) -> Fields:
+        return Fields({name: self.value(name, *fallbacks)}, Path("the checkpoint's processor"))
+
+    @staticmethod
+    def _object(name: str, value: object) -> Json:
+        found: Json = Fields({name: value}, Path("config.json")).get(name, dict, {})
+        return found
 
     def token(self, name: str, default: str) -> str:
         """The token `name` of tokenizer_config.json, else `default`."""
@@ -68,8 +103,7 @@ class ProcessorFiles:
             image_token,
             video_token,
             read_object(folder / "video_preprocessor_config.json")
-            or processor.get("video_processor")
-            or {},
+            or cls._object("video_processor", processor.get("video_processor")),
         )
 
 

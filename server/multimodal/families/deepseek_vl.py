@@ -8,7 +8,7 @@ class DeepseekVLForm(NoGrid):
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token
-        self._text: str = self.mark * files.value("num_image_tokens", 576)
+        self._text: str = self.mark * files.count("num_image_tokens", 576)
 
     def text(self, arrays: Arrays) -> str:
         return self._text

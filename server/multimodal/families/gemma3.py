@@ -20,7 +20,7 @@ class Gemma3Form(NoGrid):
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.token("boi_token", "<start_of_image>")
         end = files.token("eoi_token", "<end_of_image>")
-        count = files.value("image_seq_length", files.config.get("mm_tokens_per_image"), 256)
+        count = files.count("image_seq_length", files.config.get("mm_tokens_per_image"), 256)
         self._whole = f"\n\n{self.mark}{files.image_token * count}{end}\n\n"
 
     def text(self, arrays: Arrays) -> str:

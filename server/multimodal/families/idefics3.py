@@ -14,7 +14,7 @@ class Idefics3Form(NoGrid):
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token
-        count = files.value("image_seq_len", 169)
+        count = files.count("image_seq_len", 169)
         self._tokens = self.mark * count
         self._around = files.token("fake_image_token", "<fake_token_around_image>")
         self._global = files.token("global_image_token", "<global-img>")

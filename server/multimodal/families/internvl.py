@@ -17,7 +17,7 @@ class InternVLForm(NoGrid):
         self.mark = files.image_token
         self._start = files.token("start_image_token", "<img>")
         self._end = files.token("end_image_token", "</img>")
-        self._count = files.value("image_seq_length", files.config.get("image_seq_length"), 256)
+        self._count = files.count("image_seq_length", files.config.get("image_seq_length"), 256)
 
     def text(self, arrays: Arrays) -> str:
         num_tiles = int(np.ravel(arrays["num_patches"])[0])

@@ -11,6 +11,13 @@ from PIL import Image
 from config.errors import ConfigError
 from config.model.json_fields import Json
 from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+from server.multimodal.processor_fields import (
+    MAX_IMAGE_TOKENS,
+    MAX_SIDE,
+    channels,
+    processor_fields,
+    resampling,
+)
 
 Size = tuple[int, int]
 """Width and height, or columns and rows."""
@@ -20,15 +27,16 @@ MAX_TILES = 100
 """Limit on tiles of an image; published checkpoints have 10. More tiles make quadratically more
 grids."""
 
-_DEFAULTS: Mapping[str, int] = {
-    "downsample_factor": 2,
-    "min_tiles": 2,
-    "max_tiles": 10,
-    "min_image_tokens": 64,
-    "max_image_tokens": 256,
-    "encoder_patch_size": 16,
-    "tile_size": 512,
+_COUNTS: Mapping[str, tuple[int, int]] = {
+    "downsample_factor": (2, MAX_SIDE),
+    "min_tiles": (2, MAX_TILES),
+    "max_tiles": (10, MAX_TILES),
+    "min_image_tokens": (64, MAX_IMAGE_TOKENS),
+    "max_image_tokens": (256, MAX_IMAGE_TOKENS),
+    "encoder_patch_size": (16, MAX_SIDE),
+    "tile_size": (512, MAX_SIDE),
 }
+"""Default and maximum by field."""
 
 
 class Lfm2VlForm(NoGrid):
@@ -36,8 +44,8 @@ class Lfm2VlForm(NoGrid):
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token
-        self._factor = files.value("downsample_factor", files.config.get("downsample_factor"), 2)
-        self._has_marks = bool(files.value("use_image_special_tokens", True))
+        self._factor = files.count("downsample_factor", files.config.get("downsample_factor"), 2)
+        self._has_marks = files.flag("use_image_special_tokens", True)
         self._start = files.token("image_start_token", "<|image_start|>")
         self._end = files.token("image_end_token", "<|image_end|>")
         self._thumbnail = files.token("image_thumbnail_token", "<|img_thumbnail|>")
@@ -65,35 +73,28 @@ class Lfm2VlImageProcessor:
 
     def __init__(self, fields: Json) -> None:
         """`fields` of preprocessor_config.json. Raises ConfigError."""
-        numbers = {name: fields.get(name) or default for name, default in _DEFAULTS.items()}
-        wrong = [name for name, array in numbers.items() if not isinstance(array, int) or array < 1]
-        if wrong:
-            raise ConfigError(
-                f"{wrong[0]} of the image processor is {numbers[wrong[0]]!r}, it must be a number "
-                "of at least 1"
-            )
+        read = processor_fields(fields)
+        numbers = {
+            name: read.count(name, default, maximum=maximum)
+            for name, (default, maximum) in _COUNTS.items()
+        }
         self._patch, self._tile = numbers["encoder_patch_size"], numbers["tile_size"]
         # Sides are multiples of a square of patches that becomes a token.
         self._unit = self._patch * numbers["downsample_factor"]
         if self._tile % self._unit:
             raise ConfigError(
-                f"tile_size of the image processor is {self._tile}, it must be a multiple of "
-                f"{self._unit}"
+                f"tile_size in {read.file} is {self._tile}, it must be a multiple of {self._unit}"
             )
         self._min_pixels = numbers["min_image_tokens"] * self._unit**2
         self._max_pixels = numbers["max_image_tokens"] * self._unit**2
-        self._tolerance = float(fields.get("max_pixels_tolerance") or 2.0)
+        self._tolerance = read.number("max_pixels_tolerance", 2.0, above=0.0)
         low, high = numbers["min_tiles"], numbers["max_tiles"]
-        if high > MAX_TILES:
-            raise ConfigError(
-                f"max_tiles of the image processor is {high}, at most {MAX_TILES} are taken"
-            )
         self._grids = grids(low, high)
-        self._splits = bool(fields.get("do_image_splitting", True)) and not low == high == 1
-        self._has_thumbnail = bool(fields.get("use_thumbnail", True))
-        self._mean = np.array(fields.get("image_mean") or [0.5] * 3, np.float32)
-        self._deviation = np.array(fields.get("image_std") or [0.5] * 3, np.float32)
-        self._resample = Image.Resampling(fields.get("resample", Image.Resampling.BILINEAR))
+        self._splits = read.get("do_image_splitting", bool, True) and not low == high == 1
+        self._has_thumbnail = read.get("use_thumbnail", bool, True)
+        self._mean = channels(read, "image_mean", 0.5)
+        self._deviation = channels(read, "image_std", 0.5, above=0.0)
+        self._resample = resampling(read)
 
     def __call__(self, images: Sequence[Image.Image], **options: object) -> Json:
         """Preprocess an image to pixel_values (tiles, patches, numbers), padded to the tile with
@@ -155,7 +156,7 @@ class Lfm2VlImageProcessor:
 def grids(low: int, high: int) -> list[Size]:
     """All grids of `low` to `high` tiles, those with fewer tiles first. Raises ConfigError."""
     if low > high:
-        raise ConfigError(f"min_tiles of the image processor is {low}, and max_tiles {high}")
+        raise ConfigError(f"min_tiles of the image processor is {low}, and max_tiles is {high}")
     sizes = {
         (columns, rows)
         for count in range(low, high + 1)

@@ -7,15 +7,15 @@ class Llama4Form(NoGrid):
     """The template writes <|image|>; the placeholder token of the embeddings is <|patch|>."""
 
     def __init__(self, files: ProcessorFiles) -> None:
-        self.mark = files.value("fake_image_token", "<|image|>")
-        self._image = files.value("image_token", "<|image|>")
+        self.mark = files.word("fake_image_token", "<|image|>")
+        self._image = files.word("image_token", "<|image|>")
         self._token = files.image_token
-        self._start = files.value("start_of_image_token", "<|image_start|>")
-        self._end = files.value("end_of_image_token", "<|image_end|>")
-        self._column = files.value("tile_x_separator_token", "<|tile_x_separator|>")
-        self._row = files.value("tile_y_separator_token", "<|tile_y_separator|>")
-        self._patch = files.value("patch_size", files.vision.get("patch_size"), 14)
-        ratio = files.value("pixel_shuffle_ratio", files.vision.get("pixel_shuffle_ratio"), 0.5)
+        self._start = files.word("start_of_image_token", "<|image_start|>")
+        self._end = files.word("end_of_image_token", "<|image_end|>")
+        self._column = files.word("tile_x_separator_token", "<|tile_x_separator|>")
+        self._row = files.word("tile_y_separator_token", "<|tile_y_separator|>")
+        self._patch = files.count("patch_size", files.vision.get("patch_size"), 14)
+        ratio = files.number("pixel_shuffle_ratio", files.vision.get("pixel_shuffle_ratio"), 0.5)
         self._shuffled = round(1 / ratio**2)
 
     def text(self, arrays: Arrays) -> str:

@@ -1,29 +1,37 @@
 """LLaVA: an image token per patch. LLaVA-NeXT: an image token per patch of the whole image, per
 patch of its tiles without padding, and per end of a row of patches."""
 
+from typing import Any
+
 from transformers.image_processing_utils import select_best_resolution
 
+from config.errors import ConfigError
+from config.model.json_fields import shown
 from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles, image_size
+from server.multimodal.processor_fields import MAX_IMAGE_TOKENS, MAX_SIDE, processor_fields
+
+MAX_CANVASES = 1_024
 
 
 class LlavaForm(NoGrid):
     """llava, vipllava."""
 
     def __init__(self, files: ProcessorFiles) -> None:
-        self.mark = files.processor.get("image_token") or files.image_token
+        self.mark = files.word("image_token", files.image_token)
         self._token = files.image_token
-        self._patch = files.value("patch_size", files.vision.get("patch_size"))
-        strategy = files.value(
+        self._patch = files.count("patch_size", files.vision.get("patch_size"))
+        strategy = files.word(
             "vision_feature_select_strategy",
             files.config.get("vision_feature_select_strategy"),
             "default",
         )
         # The class token of CLIP, which the strategy "default" drops. Checkpoints without
         # num_additional_image_tokens also count it.
-        extra = files.processor.get("num_additional_image_tokens")
-        is_default = strategy == "default"
-        self._extra = (1 if is_default else 0) if extra is None else extra
-        self._extra -= 1 if is_default else 0
+        dropped = int(strategy == "default")
+        extra = processor_fields(files.processor).integer(
+            "num_additional_image_tokens", dropped, maximum=MAX_IMAGE_TOKENS
+        )
+        self._extra = extra - dropped
 
     def text(self, arrays: Arrays) -> str:
         height, width = image_size(arrays)
@@ -39,7 +47,9 @@ class LlavaNextForm(LlavaForm):
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
-        self._sizes = files.value("image_grid_pinpoints", files.config.get("image_grid_pinpoints"))
+        self._sizes = _sizes(
+            files.value("image_grid_pinpoints", files.config.get("image_grid_pinpoints"))
+        )
 
     def text(self, arrays: Arrays) -> str:
         size = tuple(int(length) for length in arrays["image_sizes"][0])
@@ -51,6 +61,24 @@ class LlavaNextForm(LlavaForm):
         base = self._num_patches(height, width) + self._extra
         # The end of each row has its own embedding.
         return self._token * (base + rows * columns + rows)
+
+
+def _sizes(pinpoints: object) -> list[list[int]]:
+    """Heights and widths of the canvases of tiles. Raises ConfigError."""
+    pairs: list[Any] = pinpoints if isinstance(pinpoints, list) else []
+    if not 1 <= len(pairs) <= MAX_CANVASES:
+        pairs = [None]
+    for pair in pairs:
+        if not (
+            isinstance(pair, list)
+            and len(pair) == 2
+            and all(type(length) is int and 1 <= length <= MAX_SIDE for length in pair)
+        ):
+            raise ConfigError(
+                f"image_grid_pinpoints of the checkpoint's processor is {shown(pinpoints)}, it "
+                f"must have 1 to {MAX_CANVASES} pairs of a height and a width of 1 to {MAX_SIDE}"
+            )
+    return pairs
 
 
 def _without_padding(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:

@@ -1,7 +1,9 @@
 """Pixtral and Mistral 3: rows of image tokens, with a token at the end of each row."""
 
+from pathlib import Path
 from typing import Any
 
+from config.model.json_fields import Fields
 from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
 
 
@@ -10,13 +12,15 @@ class PixtralForm(NoGrid):
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token
-        self._break: str = files.value("image_break_token", "[IMG_BREAK]")
-        self._end = files.value("image_end_token", "[IMG_END]")
+        self._break: str = files.word("image_break_token", "[IMG_BREAK]")
+        self._end = files.word("image_end_token", "[IMG_END]")
         patch = files.value("patch_size", files.vision.get("patch_size"))
         if isinstance(patch, dict):
             # The field comes from preprocessor_config.json, which has height and width.
-            patch = patch["height"]
-        merge = files.value("spatial_merge_size", files.config.get("spatial_merge_size"), 1)
+            patch = Fields(patch, Path("patch_size of the processor")).count("height")
+        else:
+            patch = files.count("patch_size", files.vision.get("patch_size"))
+        merge = files.count("spatial_merge_size", files.config.get("spatial_merge_size"), 1)
         self._patch = patch * merge
         self.options: dict[str, Any] = {"patch_size": self._patch}
 

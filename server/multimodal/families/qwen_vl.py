@@ -18,7 +18,7 @@ class QwenVLForm:
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token
         self.options: dict[str, Any] = {}
-        self.merge = files.value("merge_size", files.vision.get("spatial_merge_size"))
+        self.merge = files.count("merge_size", files.vision.get("spatial_merge_size"))
         self.video: VideoForm | None = None
         if files.video_token:
             is_timed = str(files.config.get("model_type")).startswith(("qwen3_vl", "qwen3_5"))
@@ -56,12 +56,12 @@ class QwenVideoForm:
     def __init__(self, files: ProcessorFiles, images: QwenVLForm) -> None:
         self.mark = self._token = files.video_token
         self._images = images
-        self._depth: int = files.value(
+        self._depth: int = files.count(
             "temporal_patch_size", files.vision.get("temporal_patch_size"), 2
         )
         self._rate: float | None = None
         if files.config.get("model_type") == "qwen2_5_vl":
-            self._rate = files.vision.get("tokens_per_second", 4)
+            self._rate = files.number("tokens_per_second", files.vision.get("tokens_per_second"), 4)
 
     def frame_size(
         self, count: int, height: int, width: int, size: Mapping[str, int]
@@ -107,7 +107,7 @@ class TimedVideoForm(QwenVideoForm):
         self._end = files.token("vision_end_token", "<|vision_end|>")
         # The template writes start, token and end; `text` writes start and end per timestamp.
         self.mark = self._start + self._token + self._end
-        patch: int = files.value("patch_size", files.vision.get("patch_size"), 16)
+        patch: int = files.count("patch_size", files.vision.get("patch_size"), 16)
         self._factor = patch * images.merge
         self._default_size = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
 

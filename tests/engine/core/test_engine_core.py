@@ -109,6 +109,44 @@ def test_a_new_request_has_its_turn_among_the_beams_of_many_searches(fair_share:
     rig.run()
 
 
+def test_a_step_that_others_share_has_a_sixteenth_of_the_batch_of_beams() -> None:
+    rig = CoreRig(max_num_seqs=128, num_blocks=512, budget=1024)
+    beams = itertools.count(1_000)
+
+    def go_on(count: int) -> None:
+        for key in itertools.islice(beams, count):
+            rig.ledger.open(key)
+            sampling = SamplingParams(max_tokens=1)
+            rig.send(AddRequest(key, raw([key % 50] * 3), sampling, is_continuation=True))
+
+    def most_in_step(first: int) -> int:
+        return max(len(plan.new_requests) for plan in rig.plans[first:])
+
+    go_on(100)
+    rig.run()
+    alone = most_in_step(0)
+    rig.add(1, [4, 5], **LONG)
+    rig.run(steps=2)
+    begun = len(rig.plans)
+    go_on(100)
+    rig.run(steps=8)
+    shared = most_in_step(begun)
+    num_shared = sum(rig.reason(key) is not None for key in range(1_100, 1_200))
+    rig.run()
+    # The other client is absent between two requests.
+    begun = len(rig.plans)
+    rig.add(2, [4, 5], max_tokens=1)
+    rig.run()
+    go_on(100)
+    rig.run()
+
+    assert alone > 30
+    assert shared == 8 and num_shared >= 40
+    assert most_in_step(begun) == 8
+    assert (rig.reason(1), rig.reason(2)) == ("length", "length")
+    assert None not in [rig.reason(key) for key in range(1_000, next(beams))]
+
+
 def test_an_index_is_kept_only_beside_others() -> None:
     rig = CoreRig(max_num_seqs=1)
     rig.ledger.open(0)

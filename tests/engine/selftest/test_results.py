@@ -4,6 +4,7 @@ checks select; and the report for an issue."""
 import dataclasses
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_a_damaged_result_is_ignored_with_a_line(
         assert read(path, CARD, CHECKS) == ()
 
     assert len(caplog.messages) == 1
-    assert "is damaged, and ignored" in caplog.messages[0]
+    assert "is ignored" in caplog.messages[0]
 
 
 def test_a_format_of_another_time_is_ignored_with_a_line(
@@ -283,3 +284,51 @@ def test_the_report_holds_versions_and_variables_and_no_secret(tmp_path: Path) -
     assert report["selftest"]["results"][0]["detail"] == "cannot open ~/x: ***"
     assert report["packages"].keys() >= {"torch", "habana-torch-plugin"}
     assert "jane" not in text and "hf_abcdefgh" not in text
+
+
+def test_a_secret_with_quotes_and_backslashes_is_in_no_spelling_in_the_report(
+    tmp_path: Path,
+) -> None:
+    secret = 'pass"word\\é\n'
+    spellings = (secret, json.dumps(secret), repr(secret), json.dumps(json.dumps(secret)))
+    results = tuple(CheckResult("uploads", FAILS, f"failed with {word}") for word in spellings)
+    found = SelfTest(CARD, True, results)
+    here = machine(
+        tmp_path,
+        HF_TOKEN=secret,
+        API_KEY='pass"word\\',
+        HOME='/home/"jane"',
+        PT_HPU_PLUGINS_PATH='/home/"jane"/plugins',
+    )
+
+    text = failure_report(found, here).decode()
+
+    report = json.loads(text)
+    details = [result["detail"] for result in report["selftest"]["results"]]
+    assert [detail.strip("\"'\\") for detail in details] == ["failed with ***"] + [
+        f"failed with {quote}***" for quote in ('"', "'", '"\\"')
+    ]
+    assert report["variables"] == {"PT_HPU_PLUGINS_PATH": "~/plugins"}
+    assert "word" not in text and "jane" not in text
+
+
+def test_a_result_of_another_user_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "cache" / "result.json"
+    write(path, FOUND)
+    assert read(path, CARD, CHECKS) == (FOUND,)
+    try:
+        os.chown(path, 65534, -1)
+    except PermissionError:
+        pytest.skip("only root can give a file to another user")
+
+    assert read(path, CARD, CHECKS) == ()
+    assert "it belongs to user 65534" in caplog.text
+
+    os.chown(path.parent, 65534, -1)
+    path.unlink()
+    write(path, FOUND)
+
+    assert not path.exists()
+    assert "its folder belongs to user 65534" in caplog.text

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
@@ -122,6 +123,22 @@ def test_kernels_in_a_folder_that_every_user_may_write_are_not_loaded(
 
     assert len(num_compiled) == 2 and library.path == num_compiled[1]
     assert "it can be written by every user (mode 777); name another folder" in caplog.text
+
+
+def test_kernels_of_another_user_in_an_own_folder_are_compiled_again(
+    tmp_path: Path, num_compiled: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = opened(tmp_path).path
+    try:
+        os.chown(path, 65534, -1)
+    except PermissionError:
+        pytest.skip("only root can give a file to another user")
+
+    again = opened(tmp_path)
+
+    assert len(num_compiled) == 2 and again.path == path
+    assert path.stat().st_uid == os.geteuid()
+    assert "compiled again: it belongs to user 65534" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -238,6 +239,21 @@ def test_a_folder_that_cannot_be_written_is_told_in_one_line(
     record.write(SPLIT)
 
     assert any("is not remembered" in text for text in caplog.messages)
+
+
+def test_a_record_of_another_user_is_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "blocks.json"
+    record = SplitRecord(path, DESCRIPTION)
+    record.write(SPLIT)
+    try:
+        os.chown(path, 65534, -1)
+    except PermissionError:
+        pytest.skip("only root can give a file to another user")
+
+    assert record.read() is None
+    assert "it belongs to user 65534" in caplog.text
 
 
 @pytest.mark.parametrize(

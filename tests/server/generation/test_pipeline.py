@@ -15,7 +15,14 @@ from config.params.sampling import SamplingParams
 from config.server import ServerConfig
 from server.generation import pipeline
 from server.generation.outputs import Delta, Prompt, Timing
-from server.generation.pipeline import Generation, Pipeline, choice_seed
+from server.generation.pipeline import (
+    MAX_TOKENS_AT_ONCE,
+    Generation,
+    Pauses,
+    Pipeline,
+    choice_seed,
+)
+from server.http.pacing import LoopPacer
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import TextFiles
 
@@ -488,3 +495,27 @@ async def test_other_requests_go_on_between_the_parts(monkeypatch: pytest.Monkey
     await anext(generation)
 
     assert calls == [1]
+
+
+async def test_long_work_of_many_requests_is_paced_together() -> None:
+    pacer = LoopPacer(1)
+    num_pieces = most_at_once = 0
+
+    async def beat() -> None:
+        nonlocal num_pieces, most_at_once
+        while True:
+            most_at_once, num_pieces = max(most_at_once, num_pieces), 0
+            await asyncio.sleep(0)
+
+    async def work() -> None:
+        nonlocal num_pieces
+        pauses = Pauses(pacer)
+        for _ in range(5):
+            await pauses.after(MAX_TOKENS_AT_ONCE + 1)
+            num_pieces += 1
+
+    beating = asyncio.create_task(beat())
+    await asyncio.gather(*(work() for _ in range(50)))
+    beating.cancel()
+
+    assert 1 <= most_at_once <= 2

@@ -131,9 +131,9 @@ def test_an_image_is_answered_with_what_the_tower_takes(model_type: str, tmp_pat
         ),
         (
             {"tile_size": 500},
-            "tile_size of the image processor is 500, .* multiple of 32",
+            "tile_size in preprocessor_config.json is 500, .* multiple of 32",
         ),
-        ({"max_tiles": "ten"}, "max_tiles of the image processor is 'ten'"),
+        ({"max_tiles": "ten"}, "max_tiles in preprocessor_config.json is 'ten'"),
     ],
 )
 def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
