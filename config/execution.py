@@ -114,6 +114,11 @@ class ExecutionConfig:
         "launch expands them to bfloat16",
         variables=("VLLM_HPU_FORCE_CHANNEL_FP8",),
     )
+    quantized_kernels: bool = setting(
+        True,
+        "FP8 and 4-bit weights of a checkpoint run on the vendor's operators for them; off: they "
+        "are converted to the model's dtype while they are loaded, which takes more memory",
+    )
     native_mxfp4: bool = setting(
         False,
         "Experts in MXFP4 with biases (gpt-oss) stay in MXFP4 on the card, if the release has the "
