@@ -120,7 +120,7 @@ def state_updates(card: Card) -> Iterator[Comparison]:
     on_card = card.put(states)
 
     def update(indices: "Tensor", rows: "Tensor", is_fresh: "Tensor") -> "Tensor":
-        own = on_card.index_select(0, indices).masked_fill(is_fresh.view(-1, 1, 1, 1), 0.0)
+        own = on_card.index_select(0, indices).masked_fill(is_fresh, 0.0)
         own = own * 0.5 + rows
         on_card.index_copy_(0, indices, own)
         return own + 1
@@ -130,18 +130,18 @@ def state_updates(card: Card) -> Iterator[Comparison]:
     given = [
         card.put(torch.zeros(2, dtype=torch.int32)),
         card.put(torch.zeros(2, 2, 3, 4)),
-        card.put(torch.zeros(2, dtype=torch.bool)),
+        card.put(torch.zeros(2, 1, 1, 1, dtype=torch.bool)),
     ]
     # The capture runs the function too.
     written = [(4, 1), (1, 3), (4, 3), (0, 4)]
     for number, indices in enumerate(written):
         rows = card.values(2, 2, 3, 4, seed=number + 2)
-        is_fresh = torch.tensor([number == 2, False])
+        is_fresh = torch.tensor([number == 2, False]).view(2, 1, 1, 1)
         hosts = torch.tensor(indices).int(), rows, is_fresh
         for target, host in zip(given, hosts, strict=True):
             target.copy_(host)
         chosen = torch.tensor(indices)
-        own = states.index_select(0, chosen).masked_fill(is_fresh.view(-1, 1, 1, 1), 0.0)
+        own = states.index_select(0, chosen).masked_fill(is_fresh, 0.0)
         expected = own * 0.5 + rows
         states.index_copy_(0, chosen, expected)
         yield Comparison(f"states of call {number}", graph(*given), expected + 1)

@@ -71,12 +71,14 @@ def metrics(card: Card) -> Iterator[Comparison]:
         metric = card.metrics.metric_global(name)
         yield Comparison(f"metric {name}", bool(metric), True)
         yield Comparison(f"field {field} of {name}", field in dict(metric.stats()), True)
-    count = _compilations(card)
+    count, before = _compilations(card), _lookups(card)
     # A shape that no other check has.
     on_card = card.put(card.values(3, 7, 11)) * 1.125
     card.synchronize()
     found = _compilations(card) - count
     yield Comparison(f"{found} compilations of a new recipe", found >= 1, True)
+    lookups = _lookups(card) - before
+    yield Comparison(f"{lookups} lookups of a new recipe", lookups >= 1, True)
     del on_card
 
 
@@ -89,6 +91,12 @@ def names(card: Card) -> Iterator[Comparison]:
 
 def _compilations(card: Card) -> int:
     return int(dict(card.metrics.metric_global("graph_compilation").stats())["TotalNumber"])
+
+
+def _lookups(card: Card) -> int:
+    """Lookups of recipes, which the runtime counts with PT_HPU_ENABLE_CACHE_METRICS=1."""
+    facts = dict(card.metrics.metric_global("recipe_cache").stats())
+    return int(facts["TotalHit"]) + int(facts["TotalMiss"])
 
 
 def recipe_cache(card: Card) -> Iterator[Comparison]:
@@ -131,7 +139,7 @@ CHECKS = (
     ),
     Check(
         name="metrics",
-        assumption="the metrics of compilations, fallbacks and recipes have the fields we read",
+        assumption="the metrics of compilations, fallbacks and recipes count, in the fields we read",
         source="HabanaAI/gaudi-pytorch-bridge, torch/hpu/metrics/metrics.py",
         program=metrics,
         fallbacks=(),
