@@ -169,24 +169,19 @@ def test_a_fault_of_collectives_breaks_its_check(fault: str) -> None:
     )
 
 
-TWO_CARDS: dict[str, Any] = {
+OFFLINE: dict[str, Any] = {
     **{"device": "hpu-emulator", "dtype": "float32", "max_model_len": 128, "max_num_seqs": 2},
-    **{"block_size": 32, "num_gpu_blocks_override": 8, "bucketing_strategy": "linear"},
-    **{"max_num_batched_tokens": 64, "max_prefill_batch": 1, "prompt_query_bucket_min": 64},
-    **{"prompt_query_bucket_step": 64, "prompt_ctx_bucket_step": 4, "prompt_ctx_bucket_max": 4},
-    **{"decode_bs_bucket_min": 2, "decode_block_bucket_min": 8, "decode_block_bucket_step": 8},
-    **{"decode_block_bucket_max": 8, "tensor_parallel_size": 2},
-    "warmup": "skip",
+    **{"block_size": 32, "num_gpu_blocks_override": 8, "warmup": "skip"},
 }
 
 
-def test_offline_engines_take_the_settings_that_avoid_what_failed(
+def test_an_offline_engine_takes_the_settings_that_avoid_what_failed(
     tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    flags = {**TWO_CARDS, "cache_dir": str(tmp_path), "emulator_faults": ("captured-collectives",)}
+    flags = {**OFFLINE, "cache_dir": str(tmp_path), "emulator_faults": ("fused-sdpa",)}
     engine = from_keywords(model=tiny_model, **flags).engine
     identity = identity_of(engine, this_machine(env.environment()))
-    failed = result_of(all_checks()["captured-collectives"], FAILS, "wrong sums")
+    failed = result_of(all_checks()["fused-sdpa"], FAILS, "wrong values")
     write(env.selftest_file(engine), SelfTest(identity, True, (failed,)))
     prompts = [{"prompt_token_ids": tokens} for tokens in ([5, 6, 7], list(range(20, 90)))]
     sampling = SamplingParams(temperature=0, max_tokens=10)
@@ -194,8 +189,7 @@ def test_offline_engines_take_the_settings_that_avoid_what_failed(
     with caplog.at_level(logging.WARNING), LLM(model=tiny_model, **flags) as llm:
         found = llm.generate(prompts, sampling, use_tqdm=False)
 
-    line = "Self-test: captured-collectives fails: --execution-mode=torch-compile"
-    assert line in caplog.messages
+    assert "Self-test: fused-sdpa fails: --no-prompt-use-fusedsdpa" in caplog.messages
     assert [output.outputs[0].text for output in found] == expected_answers(tiny_model)
     with LLM(model=tiny_model, selftest="off", **flags) as llm:
         without = llm.generate(prompts, sampling, use_tqdm=False)
