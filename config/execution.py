@@ -26,6 +26,9 @@ CAPTURE_ORDERS = ("traffic", "min_tokens", "max_bs")
 
 SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES = "side", "default", "blocking"
 
+PACKED_EXPERTS_FLAG = "native-mxfp4"
+"""Flag of experts that stay in 4-bit floats on the card."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:

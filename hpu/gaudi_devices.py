@@ -85,6 +85,7 @@ class Kernel(NamedTuple):
 
 
 BOTH = ("gaudi2", "gaudi3")
+PACKED_EXPERTS = "mixture_of_experts.bias_mxfp4_fused_weights"
 KERNELS = {
     "FusedSDPA": Kernel(BOTH, ()),
     "FusedSDPA.window_size": Kernel(BOTH, None),
@@ -109,7 +110,7 @@ KERNELS = {
     "mixture_of_experts.bias_fused_weights": Kernel(BOTH, (1, 23)),
     # The first release is not documented: the bridge's sources of 2026 have both.
     "mixture_of_experts.mxfp4_fused_weights": Kernel(BOTH, None),
-    "mixture_of_experts.bias_mxfp4_fused_weights": Kernel(BOTH, None),
+    PACKED_EXPERTS: Kernel(BOTH, None),
 }
 
 

@@ -23,7 +23,7 @@ WEDGED_COPIES = "wedged-copies"
 launches."""
 MIXED_EXPERTS = "mixed-experts"
 """mixture_of_experts.bias_fused_weights takes gate and up in halves instead of interleaved."""
-MIXED_CODES = "mxfp4-experts"
+MIXED_CODES = "packed-experts"
 """mixture_of_experts with packed codes takes the codes of a byte in the other order."""
 
 Value = Any

@@ -36,8 +36,7 @@ from server.multimodal.parts import (
     with_image_texts,
 )
 from server.multimodal.processor import ProcessedImage
-from server.offline.configuration import with_fallbacks
-from server.offline.engines import make_client
+from server.offline.engines import make_client, with_fallbacks
 from server.offline.event_loop import STOP_TIMEOUT_S, BackgroundLoop, Result, run_in_order
 from server.offline.lora import LoRARequest, LoRARequests, adapters_of
 from server.offline.outputs import (

@@ -1,8 +1,8 @@
 """Checks of copies between host and card, of streams and of events."""
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from hpu.selftest.base import Card, Check, Comparison, Fallback
 
@@ -29,7 +29,9 @@ def copies_beside_work(card: Card) -> Iterator[Comparison]:
         with card.hpu.stream(stream):
             target.copy_(source, non_blocking=True)
         copied = stream.record_event()
-        yield _arrived(card, f"copy {number} on a second stream", target, host * 2, copied)
+        yield _arrived(
+            card, f"copy {number} on a second stream", target, host * 2, copied.synchronize
+        )
 
 
 def copies_among_work(card: Card) -> Iterator[Comparison]:
@@ -40,7 +42,9 @@ def copies_among_work(card: Card) -> Iterator[Comparison]:
         target.copy_(source, non_blocking=True)
         copied = card.hpu.Event()
         copied.record()
-        yield _arrived(card, f"copy {number} on the default stream", target, host * 2, copied)
+        yield _arrived(
+            card, f"copy {number} on the default stream", target, host * 2, copied.synchronize
+        )
 
 
 def _sources(card: Card) -> "Iterator[Tensor]":
@@ -48,13 +52,13 @@ def _sources(card: Card) -> "Iterator[Tensor]":
 
 
 def _arrived(
-    card: Card, what: str, target: "Tensor", expected: "Tensor", copied: Any
+    card: Card, what: str, target: "Tensor", expected: "Tensor", wait: Callable[[], None]
 ) -> Comparison:
-    """`target` once the copy before the event `copied` has arrived, beside other work."""
+    """`target` after its copy beside other work. `wait`: until the event after the copy."""
     weight = card.put(card.values(256, 256, seed=1))
     product = weight @ weight
     card.mark()
-    copied.synchronize()
+    wait()
     deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
     while bool((target == SENTINEL).any()) and time.monotonic() < deadline:
         time.sleep(1e-4)

@@ -117,7 +117,8 @@ def products(card: Card) -> Iterator[Comparison]:
     weights = card.values(4, 16, 16, seed=3)
 
     def absorbed(heads: "Tensor", weights: "Tensor") -> "Tensor":
-        return card.torch.bmm(heads.transpose(0, 1), weights).transpose(0, 1)
+        found: Tensor = card.torch.bmm(heads.transpose(0, 1), weights)
+        return found.transpose(0, 1)
 
     yield _on_card(card, "bmm of transposed heads", absorbed, heads, weights)
     yield _on_card(

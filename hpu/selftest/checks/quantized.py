@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from config.execution import PACKED_EXPERTS_FLAG
+from hpu.gaudi_devices import PACKED_EXPERTS
 from hpu.selftest.base import Card, Check, Comparison, Fallback, NotApplicable
 
 if TYPE_CHECKING:
@@ -16,15 +18,15 @@ CONVERTED = Fallback("quantized-kernels", ("off",))
 NUM_TOKENS = 6
 HIDDEN = 32
 INNER = 32
-"""Sizes of the experts; two blocks of MXFP4 have a scale each."""
+"""Sizes of the experts; a scale of 4-bit floats covers 32 inputs."""
 MANY_EXPERTS = 128
 """Experts of a layer of Qwen3-30B-A3B."""
 BFLOAT16 = 0.03
 """Tolerance of results in bfloat16."""
 FP8 = 0.15
 """Tolerance of sums of products in FP8, which has three bits of mantissa."""
-MXFP4_BLOCK = 32
-MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+CODE_BLOCK = 32
+CODE_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Layer(NamedTuple):
@@ -51,7 +53,7 @@ class Layer(NamedTuple):
     def expected(self, card: Card) -> "Tensor":
         """The result of the layer on the CPU with the activation silu."""
         silu = card.torch.nn.functional.silu
-        out = card.torch.zeros(self.hidden.shape)
+        out: Tensor = card.torch.zeros(self.hidden.shape)
         for token, hidden in enumerate(self.hidden):
             for number, share in zip(self.ids[token].tolist(), self.shares[token], strict=True):
                 gate, up = (self.w13[number] @ hidden).chunk(2)
@@ -118,18 +120,18 @@ def experts_with_bias(card: Card) -> Iterator[Comparison]:
     yield Comparison("experts with biases, as in gpt-oss", found, expected, 0.15)
 
 
-def mxfp4_experts(card: Card) -> Iterator[Comparison]:
+def packed_experts(card: Card) -> Iterator[Comparison]:
     torch = card.torch
-    forms = torch.ops.hpu.mixture_of_experts
-    if not hasattr(forms, "bias_mxfp4_fused_weights"):
-        raise NotApplicable("this release has no mixture_of_experts.bias_mxfp4_fused_weights")
+    overload = PACKED_EXPERTS.partition(".")[2]
+    if not hasattr(torch.ops.hpu.mixture_of_experts, overload):
+        raise NotApplicable(f"this release has no {PACKED_EXPERTS}")
     layer, biases = _with_biases(card)
     # Every code and two scales occur in each weight.
-    packed = [_mxfp4(card, weight.shape, seed) for seed, weight in ((8, layer.w13), (9, layer.w2))]
+    packed = [_codes(card, weight.shape, seed) for seed, weight in ((8, layer.w13), (9, layer.w2))]
     layer = layer._replace(w13=packed[0][2], w2=packed[1][2])
     codes, scales = ([list(card.put(pack[part])) for pack in packed] for part in (0, 1))
     given = [list(card.put(host.bfloat16())) for host in biases]
-    found = forms.bias_mxfp4_fused_weights(
+    found = getattr(torch.ops.hpu.mixture_of_experts, overload)(
         **layer.tokens(card),
         w12=codes[0],
         w3=codes[1],
@@ -137,7 +139,7 @@ def mxfp4_experts(card: Card) -> Iterator[Comparison]:
         w3_bias=given[1],
         d_scale_w12=scales[0],
         d_scale_w3=scales[1],
-        block_size=MXFP4_BLOCK,
+        block_size=CODE_BLOCK,
         permuted_weights=True,
         experts_min=0,
         experts_max=len(layer.w13) - 1,
@@ -145,7 +147,7 @@ def mxfp4_experts(card: Card) -> Iterator[Comparison]:
         alpha=1.702,
         limit=7.0,
     )
-    yield Comparison("experts in MXFP4", found, _clamped(card, layer, biases), 0.15)
+    yield Comparison("experts in 4-bit floats", found, _clamped(card, layer, biases), 0.15)
 
 
 def _with_biases(card: Card) -> "tuple[Layer, tuple[Tensor, Tensor]]":
@@ -159,7 +161,7 @@ def _with_biases(card: Card) -> "tuple[Layer, tuple[Tensor, Tensor]]":
 def _clamped(card: Card, layer: Layer, biases: "tuple[Tensor, Tensor]") -> "Tensor":
     """The result on the CPU with biases and the activation of gpt-oss; gate and up interleaved."""
     torch = card.torch
-    out = torch.zeros(layer.hidden.shape)
+    out: Tensor = torch.zeros(layer.hidden.shape)
     for token, hidden in enumerate(layer.hidden):
         for number, share in zip(layer.ids[token].tolist(), layer.shares[token], strict=True):
             both = layer.w13[number] @ hidden + biases[0][number]
@@ -169,15 +171,15 @@ def _clamped(card: Card, layer: Layer, biases: "tuple[Tensor, Tensor]") -> "Tens
     return out
 
 
-def _mxfp4(card: Card, shape: "tuple[int, ...]", seed: int) -> "tuple[Tensor, Tensor, Tensor]":
-    """Codes (experts, out, in / 2) uint8, scales (experts, out, in / 32) uint8, and the weights
-    (experts, out, in) that they stand for."""
+def _codes(card: Card, shape: "tuple[int, ...]", seed: int) -> "tuple[Tensor, Tensor, Tensor]":
+    """Codes (experts, out, in / 2) uint8, scales (experts, out, in / 32) uint8, and the dequantized
+    weights (experts, out, in)."""
     torch = card.torch
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, shape, generator=generator)
-    exponents = torch.randint(-5, -3, (*shape[:-1], shape[-1] // MXFP4_BLOCK), generator=generator)
-    sizes = torch.tensor(MXFP4_VALUES)[codes & 7]
-    values = torch.where(codes > 7, -sizes, sizes).view(*exponents.shape, MXFP4_BLOCK)
+    exponents = torch.randint(-5, -3, (*shape[:-1], shape[-1] // CODE_BLOCK), generator=generator)
+    sizes = torch.tensor(CODE_VALUES)[codes & 7]
+    values = torch.where(codes > 7, -sizes, sizes).view(*exponents.shape, CODE_BLOCK)
     weights = (values * torch.exp2(exponents.float()).unsqueeze(-1)).view(shape)
     packed = (codes[..., ::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
     return packed, (exponents + 127).to(torch.uint8), weights
@@ -342,11 +344,11 @@ CHECKS = (
         is_quick=True,
     ),
     Check(
-        name="mxfp4-experts",
-        assumption="bias_mxfp4_fused_weights reads the first code of a byte from its low half",
-        source=f"{BRIDGE}, the test of bias_mxfp4_fused_weights",
-        program=mxfp4_experts,
-        fallbacks=(Fallback("native-mxfp4", ("off",)),),
+        name="packed-experts",
+        assumption="experts in 4-bit floats have the first code of a byte in the low half",
+        source=f"{BRIDGE}, the test of {PACKED_EXPERTS}",
+        program=packed_experts,
+        fallbacks=(Fallback(PACKED_EXPERTS_FLAG, ("off",)),),
     ),
     Check(
         name="fp8-casts",

@@ -14,7 +14,7 @@ from engine.selftest import start
 from engine.selftest.results import CheckResult, SelfTest, result_of, write
 from engine.selftest.start import identity_of
 from hpu.selftest.base import FAILS, HOLDS, all_checks
-from server.offline.configuration import with_fallbacks
+from server.offline.engines import with_fallbacks
 
 CACHE = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
 CHECKS = all_checks()
