@@ -99,18 +99,6 @@ def _lookups(card: Card) -> int:
     return int(facts["TotalHit"]) + int(facts["TotalMiss"])
 
 
-def _lookups(card: Card) -> int:
-    """Lookups of recipes, which the runtime counts with PT_HPU_ENABLE_CACHE_METRICS=1."""
-    facts = dict(card.metrics.metric_global("recipe_cache").stats())
-    return int(facts["TotalHit"]) + int(facts["TotalMiss"])
-
-
-def _lookups(card: Card) -> int:
-    """Lookups of recipes, which the runtime counts with PT_HPU_ENABLE_CACHE_METRICS=1."""
-    facts = dict(card.metrics.metric_global("recipe_cache").stats())
-    return int(facts["TotalHit"]) + int(facts["TotalMiss"])
-
-
 def recipe_cache(card: Card) -> Iterator[Comparison]:
     folder = Path(card.recipe_folder)
     # Unlike all recipes of earlier runs.
