@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PORT ?= 8000
 MODEL ?=
+DEVICE ?= hpu
 ARGS ?=
 # TORCH_INDEX is an index for torch; empty or `none`: as pip finds it; not given: deploy/torch_build.py
 # chooses.
@@ -107,9 +108,9 @@ test-cuda: $(VENV)/.installed ## With an NVIDIA GPU: the tests that need one
 	@$(BIN)/python -c 'import sys, torch; from hpu.backends.cuda import missing_cuda as missing; sys.exit(missing(torch.__version__, torch.version.cuda, torch.cuda.is_available()))'
 	@$(BIN)/python -m pytest -q -m cuda tests/cuda $(ARGS)
 
-test-hpu: $(VENV)/.installed ## On a Gaudi machine: the self-test, then parity, traffic and API on a card
-	@$(BIN)/gaudiserve selftest --device hpu; selftest=$$?; test $$selftest -le 1 || exit $$selftest; \
-	$(BIN)/python -m pytest -q -m hpu tests/hpu/card $(ARGS) && exit $$selftest
+test-hpu: $(VENV)/.installed ## On a Gaudi machine: the self-test, then parity, traffic and API on a card; DEVICE=hpu-emulator without a card
+	@$(BIN)/gaudiserve selftest --device $(DEVICE); selftest=$$?; test $$selftest -le 1 || exit $$selftest; \
+	$(BIN)/python -m pytest -q -m $(if $(filter hpu,$(DEVICE)),hpu,slow) tests/hpu/card $(ARGS) && exit $$selftest
 
 $(VENV)/.deploy: $(VENV)/.installed
 	@$(PIP) --editable '.[deploy]' && touch $@

@@ -26,6 +26,9 @@ CAPTURE_ORDERS = ("traffic", "min_tokens", "max_bs")
 
 SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES = "side", "default", "blocking"
 
+PACKED_EXPERTS_FLAG = "native-mxfp4"
+"""Flag of experts that stay in 4-bit floats on the card."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:
@@ -113,6 +116,11 @@ class ExecutionConfig:
         "FP8 weights with scales of blocks get scales of outputs while they are loaded; off: each "
         "launch expands them to bfloat16",
         variables=("VLLM_HPU_FORCE_CHANNEL_FP8",),
+    )
+    quantized_kernels: bool = setting(
+        True,
+        "FP8 and 4-bit weights of a checkpoint run on the vendor's operators for them; off: they "
+        "are converted to the model's dtype while they are loaded, which takes more memory",
     )
     native_mxfp4: bool = setting(
         False,

@@ -56,6 +56,14 @@ MAX_EXPERTS: dict[Release, int] = {(1, 20): 64}
 """Experts in a call of mixture_of_experts, for the releases with a limit (a comment in
 vllm_gaudi/extension/ops.py of vllm-project/vllm-gaudi)."""
 
+OUT_OF_MEMORY = (
+    "workspace allocation of size",
+    "out of memory",
+    "allocation failed for size",
+)
+"""Parts of the runtime's error texts for full card memory, in lower case. The runtime has no error
+type for it."""
+
 PYTHONS = ((3, 10), (3, 11), (3, 12))
 """Python versions of the vendor's images."""
 
@@ -77,6 +85,7 @@ class Kernel(NamedTuple):
 
 
 BOTH = ("gaudi2", "gaudi3")
+PACKED_EXPERTS = "mixture_of_experts.bias_mxfp4_fused_weights"
 KERNELS = {
     "FusedSDPA": Kernel(BOTH, ()),
     "FusedSDPA.window_size": Kernel(BOTH, None),
@@ -101,7 +110,7 @@ KERNELS = {
     "mixture_of_experts.bias_fused_weights": Kernel(BOTH, (1, 23)),
     # The first release is not documented: the bridge's sources of 2026 have both.
     "mixture_of_experts.mxfp4_fused_weights": Kernel(BOTH, None),
-    "mixture_of_experts.bias_mxfp4_fused_weights": Kernel(BOTH, None),
+    PACKED_EXPERTS: Kernel(BOTH, None),
 }
 
 

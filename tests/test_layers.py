@@ -25,6 +25,7 @@ EXCEPTIONS = {
     "server.cli.buckets": ("engine.reports.buckets",),
     "server.cli.doctor": ("engine.reports.doctor",),
     "server.cli.selftest": ("engine.reports.doctor", "engine.selftest"),
+    "server.offline.engines": ("engine.reports.doctor", "engine.selftest.start"),
     "server.cli.plan": ("engine.reports.buckets", "engine.reports.plan"),
     "server.cli.presets": (
         "engine.reports.doctor",

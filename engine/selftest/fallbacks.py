@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from engine.selftest.results import CheckResult, Setting
+from engine.selftest.results import CheckResult, is_variable
 
 
 class InUse(NamedTuple):
@@ -62,7 +62,7 @@ def _problem(setting: str, accepted: list[str], current: InUse | None) -> str:
 
 def shown(setting: str, value: str) -> str:
     """A setting as the user would write it."""
-    if Setting(setting, ()).is_variable:
+    if is_variable(setting):
         return f"{setting}={value}"
     if value in ("on", "off"):
         return f"--{'' if value == 'on' else 'no-'}{setting}"

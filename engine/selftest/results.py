@@ -39,10 +39,10 @@ class Setting(msgspec.Struct, frozen=True):
     setting: str
     values: tuple[str, ...]
 
-    @property
-    def is_variable(self) -> bool:
-        """Whether it is a variable of the runtime, and no flag."""
-        return self.setting.isupper()
+
+def is_variable(setting: str) -> bool:
+    """Whether a setting is a variable of the runtime, and no flag."""
+    return setting.isupper()
 
 
 class CheckResult(msgspec.Struct, frozen=True):

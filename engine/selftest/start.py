@@ -6,13 +6,13 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
-from config.engine import EngineConfig
+from config.engine import EXTERNAL_LAUNCHER, EngineConfig
 from config.errors import ConfigError
 from config.execution import RUNTIME_DISTRIBUTION
 from config.loading import env
@@ -21,7 +21,7 @@ from config.loading.sources import DEFAULT, Loaded
 from config.model.model_config import ModelConfig
 from config.version import VERSION
 from engine.selftest.fallbacks import Choice, InUse, line, select
-from engine.selftest.results import Identity, SelfTest, Setting, read, write
+from engine.selftest.results import Identity, SelfTest, is_variable, read, write
 from engine.selftest.runner import OnResult, Place, Runner
 from hpu.doctor.cards import find_cards
 from hpu.doctor.machine import Machine
@@ -49,6 +49,10 @@ SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|AUTH", re.IGNOR
 MIN_SECRET = 6
 """Shortest value of a secret variable that is removed from a report: a shorter word may be part of
 any text."""
+
+
+Change = Callable[[Mapping[str, str]], Loaded]
+"""Loads the configuration again, with other values of some flags."""
 
 
 class FailureReport(NamedTuple):
@@ -121,7 +125,7 @@ def _environment(config: EngineConfig, is_lazy: bool, folder: str) -> dict[str, 
         fallback.setting
         for check in all_checks().values()
         for fallback in check.fallbacks
-        if Setting(*fallback).is_variable
+        if is_variable(fallback.setting)
     }
     return env.selftest_environment(config, f"{folder}/recipes", tested, is_lazy=is_lazy)
 
@@ -156,6 +160,9 @@ def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
     is_card = env.chosen_device(config.device) == "hpu"
     if when == "auto" and not is_card:
         return ()
+    if config.executor == EXTERNAL_LAUNCHER:
+        # Every rank is a process of its own, and the other ranks take the other cards.
+        return ()
     if is_card and preflight(machine).errors:
         # The start itself has better errors.
         return ()
@@ -187,17 +194,26 @@ def choices_for(loaded: Loaded, given: Loaded, found: SelfTest) -> list[Choice]:
     return select(results, dict(_in_use(loaded, given, named)))
 
 
-def log_choices(choices: Sequence[Choice]) -> None:
-    """Log a line for each choice."""
-    for choice in choices:
-        logger.warning("%s", line(choice))
+def with_selftest(loaded: Loaded, given: Loaded, machine: Machine, change: Change) -> Loaded:
+    """Add the settings that the self-test of this card selects, with a log line for each. Without
+    a stored result, the quick part runs first, on a card only. `given`: the settings of the user,
+    to which `loaded` may have added a preset."""
+    for found in at_start(loaded, machine):
+        choices = choices_for(loaded, given, found)
+        for choice in choices:
+            logger.warning("%s", line(choice))
+        chosen = {choice.setting: choice.value for choice in choices if not choice.problem}
+        flags = {name: value for name, value in chosen.items() if not is_variable(name)}
+        env.set_missing({name: value for name, value in chosen.items() if name not in flags})
+        return change(flags) if flags else loaded
+    return loaded
 
 
 def _in_use(loaded: Loaded, given: Loaded, named: set[str]) -> Iterator[tuple[str, InUse]]:
     flags = {flag.key: flag for flag in FLAGS}
     variables = env.environment()
     for name in named:
-        if Setting(name, ()).is_variable:
+        if is_variable(name):
             yield name, InUse(variables.get(name, UNSET), name in variables)
         elif name in flags:
             is_users = given.sources[name][1] != DEFAULT

@@ -38,7 +38,7 @@ from hpu.backends.gaudi_group import GaudiGroup
 from hpu.bucketing.select import GAUDI_STRATEGY
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 from hpu.doctor.machine import distribution_version
-from hpu.gaudi_devices import GENERATIONS, has_kernel, max_experts, release_of
+from hpu.gaudi_devices import GENERATIONS, OUT_OF_MEMORY, has_kernel, max_experts, release_of
 from hpu.layers.embedding import ParallelLMHead
 from hpu.ops.kernels import Kernels, SliceSizes
 from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
@@ -80,14 +80,6 @@ parts of a layer."""
 ASYNCHRONOUS_BYTES = 1 << 20
 """Copies to the card below this size are staged before the call returns (the bridge's device.cpp
 and stream.cpp)."""
-
-OUT_OF_MEMORY = (
-    "workspace allocation of size",
-    "out of memory",
-    "allocation failed for size",
-)
-"""Parts of the runtime's error texts for full card memory, in lower case. The runtime has no error
-type for it."""
 
 KEEP_TENSOR_CACHE = ("Llava", "Qwen", "Roberta", "VipLlava", "XLMRoberta")
 """Prefixes of architectures whose graphs need the tensor cache (vllm-project/vllm-gaudi,
@@ -306,12 +298,12 @@ class GaudiBackend(Backend):
             return None
         if self._expands_fp8(weight):
             return Fp8BlockLinearMethod(weight, GENERATIONS[card].fp8_max)
-        if is_weight_only(weight):
+        if can_expand(weight):
+            return Int8LinearMethod(weight)
+        if is_weight_only(weight) or not self._execution.quantized_kernels:
             return None
         if weight.scheme.is_float:
             return Fp8LinearMethod(weight, GENERATIONS[card].fp8_max)
-        if can_expand(weight):
-            return Int8LinearMethod(weight)
         takes_groups = self._has_kernel("convert_from_uint4.g_idx", card)
         # The bridge's tests list the operator as unsupported in eager mode.
         if self._mode == EAGER or not can_convert(weight, takes_groups=takes_groups):
@@ -332,12 +324,13 @@ class GaudiBackend(Backend):
         weights = [weight for _, weight in experts.products]
         if can_multiply(experts) and all(self._expands_fp8(weight) for weight in weights):
             return Fp8BlockMoEMethod(experts, GENERATIONS[card].fp8_max, self._end_recipe)
-        if any(is_weight_only(weight) for weight in weights):
+        if can_expand_experts(experts):
+            return Int8MoEMethod(experts, self._end_recipe)
+        is_plain = any(is_weight_only(weight) for weight in weights)
+        if is_plain or not self._execution.quantized_kernels:
             return None
         if can_multiply(experts) and self._has_kernel("mixture_of_experts.fp8_fused_weights", card):
             return Fp8MoEMethod(experts, GENERATIONS[card].fp8_max)
-        if can_expand_experts(experts):
-            return Int8MoEMethod(experts, self._end_recipe)
         takes_groups = self._has_kernel("convert_from_uint4.g_idx", card)
         if can_convert_experts(experts, takes_groups=takes_groups):
             return Uint4MoEMethod(experts, self._end_recipe)

@@ -23,7 +23,7 @@ WEDGED_COPIES = "wedged-copies"
 launches."""
 MIXED_EXPERTS = "mixed-experts"
 """mixture_of_experts.bias_fused_weights takes gate and up in halves instead of interleaved."""
-MIXED_CODES = "mixed-codes"
+MIXED_CODES = "packed-experts"
 """mixture_of_experts with packed codes takes the codes of a byte in the other order."""
 
 Value = Any
@@ -54,6 +54,34 @@ def _scaled(run: Run, args: tuple[Value, ...]) -> Value:
     if isinstance(result, tuple):
         return (result[0] * -0.5, *result[1:])
     return result * -0.5
+
+
+def _scaled_float16(run: Run, args: tuple[Value, ...]) -> Value:
+    return _scaled(run, args) if str(args[0].dtype) == "torch.float16" else run()
+
+
+def _scaled_views(run: Run, args: tuple[Value, ...]) -> Value:
+    return run() if args[0].is_contiguous() and args[1].is_contiguous() else _scaled(run, args)
+
+
+def _rounded_out(run: Run, args: tuple[Value, ...]) -> Value:
+    result = run()
+    return result.copy_(result.bfloat16())
+
+
+def _few_experts(run: Run, args: tuple[Value, ...]) -> Value:
+    if (count := len(args[3])) > 64:
+        raise RuntimeError(f"Graph compile failed. mixture_of_experts: {count} experts in a call")
+    return run()
+
+
+def _uint4(*, has_groups: bool) -> Effect:
+    """Wrong weights of the calls with the groups of rows, or of the calls without."""
+
+    def effect(run: Run, args: tuple[Value, ...]) -> Value:
+        return _scaled(run, args) if has_groups == (len(args) > 4) else run()
+
+    return effect
 
 
 def _last_row_lost(run: Run, args: tuple[Value, ...]) -> Value:
@@ -135,7 +163,22 @@ FAULTS: Mapping[str, OperatorFault | RuntimeFault] = {
     "rms-norm": OperatorFault(("hpu::rms_norm", "hpu::rms_norm_fast"), _scaled),
     "rotary": OperatorFault(("hpu::rotary_pos_embedding",), _scaled),
     "experts": OperatorFault(("hpu::mixture_of_experts.fused_weights",), _scaled),
+    "experts-in-a-call": OperatorFault(("hpu::mixture_of_experts.fused_weights",), _few_experts),
     "experts-with-bias": OperatorFault(("hpu::mixture_of_experts.bias_fused_weights",), _scaled),
+    "float16": OperatorFault(("hpu::rms_norm", "hpu::rms_norm_fast"), _scaled_float16),
+    "fp8-products": OperatorFault(("hpu::fp8_gemm_v2",), _scaled),
+    "fp8-experts": OperatorFault(
+        (
+            "hpu::mixture_of_experts.fp8_fused_weights",
+            "hpu::mixture_of_experts.fp8_fused_weights_dynamic",
+        ),
+        _scaled,
+    ),
+    "uint4": OperatorFault(("hpu::convert_from_uint4",), _uint4(has_groups=False)),
+    "uint4-groups": OperatorFault(("hpu::convert_from_uint4",), _uint4(has_groups=True)),
+    "products-of-views": OperatorFault(("aten::bmm",), _scaled_views, ("lazy",)),
+    "float32-products": OperatorFault(("aten::matmul.out",), _rounded_out),
+    "compiled-norms": OperatorFault(("aten::rsqrt",), _scaled, ("compiled",)),
     "fp8-casts": OperatorFault(("hpu::cast_to_fp8_v2",), _small_range),
     "compiled-cache-writes": OperatorFault(("aten::index_copy_",), _not_written, ("compiled",)),
     "collectives": OperatorFault(
@@ -144,24 +187,31 @@ FAULTS: Mapping[str, OperatorFault | RuntimeFault] = {
     # Operators that run on the host in lazy mode.
     "index-reduce": RuntimeFault(("aten::index_reduce",)),
     "sampler-operators": RuntimeFault(("aten::sort",)),
+    "router-operators": RuntimeFault(("aten::scatter",)),
     "captured-collectives": RuntimeFault(),
     "compiled-guards": RuntimeFault(),
+    "default-copies": RuntimeFault(),
     "events": RuntimeFault(),
     "graph-cache-writes": RuntimeFault(),
     "graph-cache-slices": RuntimeFault(),
+    "graph-cache-views": RuntimeFault(),
     "graph-failures": RuntimeFault(),
     "graph-inputs": RuntimeFault(),
     "graph-marks": RuntimeFault(),
     "graph-memory": RuntimeFault(),
     "graph-outputs": RuntimeFault(),
     "graph-replay": RuntimeFault(),
+    "graph-sampler": RuntimeFault(),
+    "graph-state-updates": RuntimeFault(),
     "graph-views": RuntimeFault(),
     "host-copies": RuntimeFault(),
     "memory-stats": RuntimeFault(),
     "metrics": RuntimeFault(),
     MIXED_CODES: RuntimeFault(),
     MIXED_EXPERTS: RuntimeFault(),
+    "out-of-memory": RuntimeFault(),
     "recipe-cache": RuntimeFault(),
+    "runtime-names": RuntimeFault(),
     "torch-compile": RuntimeFault(),
     "uploads": RuntimeFault(),
     WEDGED_COPIES: RuntimeFault(),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from config.execution import EmulatorSettings
-from hpu.gaudi_devices import GENERATIONS, Generation, has_kernel, release_of
+from hpu.gaudi_devices import GENERATIONS, Generation, has_kernel, max_experts, release_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,6 +185,11 @@ class Card:
         name = self._generation_name()
         if not has_kernel(kernel, name, self._release):
             raise NotApplicable(f"{kernel} is not known on {name} with this release")
+
+    @property
+    def max_experts(self) -> int | None:
+        """Largest number of experts in a call of mixture_of_experts; None: no known limit."""
+        return max_experts(self._release)
 
     def values(self, *shape: int, seed: int = 0) -> "Tensor":
         """Multiples of 1/8 between -2 and 2 on the CPU, float32: exact in every float dtype, and

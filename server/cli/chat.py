@@ -19,6 +19,7 @@ from config.loading.values import nearest
 from server.cli.bench.openai import first_model
 from server.cli.http_client import HttpClient, HttpFailure
 from server.cli.private_server import PrivateServer
+from server.cli.selftest import served
 
 DESCRIPTION = """\
 Chat with a model in the terminal: with MODEL, which is served here until you leave, or with that of
@@ -67,6 +68,7 @@ def main(argv: list[str]) -> int:
     loop = asyncio.new_event_loop()
     server = None
     if loaded.arguments.base_url is None:
+        loaded = served(loaded, loaded, chat_parser())
         server = PrivateServer(loaded.engine, _quiet(loaded))
     try:
         return _Terminal(loop, loaded, server).run()

@@ -123,10 +123,10 @@ def _serve(argv: list[str]) -> int:
         logger.warning("Variables without effect: %s", _with_reasons(ignored))
     check_early(loaded.engine, server)
     from server.cli.presets import with_preset
-    from server.cli.selftest import with_selftest
+    from server.cli.selftest import served
     from server.cli.start import start
 
-    return start(with_selftest(with_preset(loaded, argv), loaded).engine, server)
+    return start(served(with_preset(loaded, argv), loaded).engine, server)
 
 
 def check_early(engine: EngineConfig, server: ServerConfig) -> None:

@@ -19,6 +19,7 @@ from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, read_lin
 from server.cli.http_client import MODELS_PATH, Answer, HttpClient, HttpFailure
 from server.cli.main import log_spellings
 from server.cli.private_server import PrivateServer
+from server.cli.selftest import served
 
 DESCRIPTION = """\
 Answer a file of requests in OpenAI's batch format: each line of FILE is an object with custom_id,
@@ -88,7 +89,7 @@ async def _run(
     keys = loaded.server.api_keys
     server = None
     if arguments.base_url is None:
-        server = PrivateServer(loaded.engine, loaded.server)
+        server = PrivateServer(served(loaded, loaded, batch_parser()).engine, loaded.server)
     client = HttpClient(arguments.base_url or server_url(server), keys[0] if keys else None)
     try:
         if server is not None:

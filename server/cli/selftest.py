@@ -1,30 +1,27 @@
 """`gaudiserve selftest`: flags and output; and the settings that `serve` takes from its result."""
 
-import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
-from config.loading.env import environment, set_missing
+from config.loading.env import environment
 from config.loading.parser import Parser, command_parser
 from config.loading.sources import DEFAULT, Loaded, load
 from config.model.model_config import ModelConfig
 from config.whole_files import write_whole
 from engine.reports.doctor import this_machine
 from engine.selftest.fallbacks import line, shown
-from engine.selftest.results import CheckResult, SelfTest
+from engine.selftest.results import CheckResult
 from engine.selftest.start import (
-    at_start,
     check_place,
     choices_for,
     failure_report,
     identity_of,
-    log_choices,
     place_of,
     run_selftest,
+    with_selftest,
 )
-
-logger = logging.getLogger(__name__)
 
 
 def selftest_parser() -> Parser:
@@ -92,24 +89,15 @@ def row(result: CheckResult) -> str:
     return text.rstrip()
 
 
-def with_selftest(loaded: Loaded, given: Loaded) -> Loaded:
-    """Add the settings that the self-test of this card selects, with a log line for each. Without
-    a stored result, the quick part runs first, on a card only. `given`: the settings of the user,
-    to which `loaded` may have added a preset."""
-    for found in at_start(loaded, this_machine(environment())):
-        return _with_choices(loaded, given, found)
-    return loaded
+def served(loaded: Loaded, given: Loaded, parser: Parser | None = None) -> Loaded:
+    """`loaded` with the settings that the self-test of this card selects: see `with_selftest`.
+    `parser`: reads the command line of `loaded`; None: the parser of `serve`."""
 
+    def change(flags: Mapping[str, str]) -> Loaded:
+        words = [shown(name, value) for name, value in flags.items()]
+        return load([*loaded.words, *words], default_model=loaded.engine.model, parser=parser)
 
-def _with_choices(loaded: Loaded, given: Loaded, found: SelfTest) -> Loaded:
-    choices = choices_for(loaded, given, found)
-    log_choices(choices)
-    chosen = [choice for choice in choices if not choice.problem]
-    set_missing({choice.setting: choice.value for choice in chosen if choice.setting.isupper()})
-    flags = [
-        shown(choice.setting, choice.value) for choice in chosen if not choice.setting.isupper()
-    ]
-    return load([*loaded.words, *flags], default_model=loaded.engine.model) if flags else loaded
+    return with_selftest(loaded, given, this_machine(environment()), change)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -1,12 +1,14 @@
-"""Engines of an `LLM`: a single engine on a thread of this process, or several engines in
-processes."""
+"""Engines of an `LLM`, a single engine on a thread of this process or several engines in processes;
+and their configuration, with the settings that the self-test selects."""
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.loading.env import environment
+from config.loading.sources import Loaded, from_keywords
 from config.log import LogConfig
 from engine.client.base import EngineClient
 from engine.client.inproc import InprocClient
@@ -19,8 +21,25 @@ from engine.client.launcher import (
 from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.zmq import ZmqClient
+from engine.reports.doctor import this_machine
+from engine.selftest.start import with_selftest
 
 STOP_S = 5.0
+SWITCHES = {"on": True, "off": False}
+
+
+def with_fallbacks(keywords: Mapping[str, object]) -> Loaded:
+    """The configuration of `keywords`, and of the settings that avoid failed checks of the
+    self-test, with the log lines of `serve`."""
+    loaded = from_keywords(**keywords)
+
+    def change(flags: Mapping[str, str]) -> Loaded:
+        values = {
+            name.replace("-", "_"): SWITCHES.get(value, value) for name, value in flags.items()
+        }
+        return from_keywords(**{**keywords, **values})
+
+    return with_selftest(loaded, loaded, this_machine(environment()), change)
 
 
 def make_client(config: EngineConfig, log: LogConfig) -> EngineClient:

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from config.checkpoint.resolve import resolve
 from config.engine import DUMMY, EXTERNAL_LAUNCHER
 from config.errors import UserError
-from config.loading.sources import from_keywords
 from config.model.model_config import GENERATION_LIMITS
 from config.model.read_config import read_model_config
 from config.params.beam_search import BeamSearchParams
@@ -37,7 +36,7 @@ from server.multimodal.parts import (
     with_image_texts,
 )
 from server.multimodal.processor import ProcessedImage
-from server.offline.engines import make_client
+from server.offline.engines import make_client, with_fallbacks
 from server.offline.event_loop import STOP_TIMEOUT_S, BackgroundLoop, Result, run_in_order
 from server.offline.lora import LoRARequest, LoRARequests, adapters_of
 from server.offline.outputs import (
@@ -79,7 +78,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **flags: Any) -> None:
-        loaded = from_keywords(model=model, **flags)
+        loaded = with_fallbacks({"model": model, **flags})
         engine, server = loaded.engine, loaded.server
         check_device(engine.device)
         path = resolve(

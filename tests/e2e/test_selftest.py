@@ -2,18 +2,26 @@
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from live import ROOT, LiveServer, children_of
 
+from config.loading import env
+from config.loading.sources import from_keywords, load
+from engine.reports.doctor import this_machine
+from engine.selftest.results import SelfTest, result_of, write
+from engine.selftest.runner import Runner
+from engine.selftest.start import identity_of, place_of
 from gaudiserve import LLM, SamplingParams
-from hpu.selftest.base import all_checks
+from hpu.selftest.base import FAILS, HOLDS, all_checks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -68,8 +76,9 @@ def test_all_checks_hold_on_a_card_without_faults(tmp_path: Path) -> None:
 
     results = json.loads(report.read_text())["selftest"]["results"]
     outcomes = {result["name"]: result["status"] for result in results}
-    # The emulator's release has no such kernel.
-    assert {name for name, status in outcomes.items() if status != "holds"} == {"experts-with-bias"}
+    # The emulator's release has no such operators.
+    missing = {"experts-with-bias", "packed-experts"}
+    assert {name for name, status in outcomes.items() if status != "holds"} == missing
     assert outcomes.keys() == all_checks().keys()
     assert sum(result["left_allocations"] for result in results) == 0
     assert done.returncode == 0, done.stdout + done.stderr
@@ -133,3 +142,55 @@ def test_a_killed_self_test_leaves_no_process(tmp_path: Path) -> None:
     while any(os.path.exists(f"/proc/{pid}") for pid in children):
         assert time.monotonic() < deadline, "a child outlives the command"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("fault", ["", "collectives", "captured-collectives"])
+def test_a_fault_of_collectives_breaks_its_check(fault: str) -> None:
+    """Two processes, each with an emulated card."""
+    faults = [f"--emulator-faults={fault}"] if fault else []
+    engine = load(["m", "--device=hpu-emulator", *faults], environ={}).engine
+    wanted = {"collectives", "captured-collectives"}
+    for check in reversed(list(all_checks().values())):
+        if check.name in wanted:
+            wanted |= set(check.needs)
+    checks = [check for check in all_checks().values() if check.name in wanted]
+    place = place_of(engine, this_machine(env.environment()))
+
+    found = Runner(place, 300.0, lambda result: None).run(checks)
+
+    outcomes = {result.name: (result.status, result.detail) for result in found}
+    wrong = {name for name, (status, _) in outcomes.items() if status == FAILS}
+    assert wrong == ({fault} if fault else set()), outcomes
+    if fault == "collectives":
+        assert outcomes.pop("captured-collectives") == ("unknown", "it needs collectives")
+    assert {status for _, (status, _) in outcomes.items()} <= {FAILS, HOLDS}
+    assert [result.left_allocations for result in found if result.status == HOLDS] == [0] * sum(
+        result.status == HOLDS for result in found
+    )
+
+
+OFFLINE: dict[str, Any] = {
+    **{"device": "hpu-emulator", "dtype": "float32", "max_model_len": 128, "max_num_seqs": 2},
+    **{"block_size": 32, "num_gpu_blocks_override": 8, "warmup": "skip"},
+}
+
+
+def test_an_offline_engine_takes_the_settings_that_avoid_what_failed(
+    tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = {**OFFLINE, "cache_dir": str(tmp_path), "emulator_faults": ("fused-sdpa",)}
+    engine = from_keywords(model=tiny_model, **flags).engine
+    identity = identity_of(engine, this_machine(env.environment()))
+    failed = result_of(all_checks()["fused-sdpa"], FAILS, "wrong values")
+    write(env.selftest_file(engine), SelfTest(identity, True, (failed,)))
+    prompts = [{"prompt_token_ids": tokens} for tokens in ([5, 6, 7], list(range(20, 90)))]
+    sampling = SamplingParams(temperature=0, max_tokens=10)
+
+    with caplog.at_level(logging.WARNING), LLM(model=tiny_model, **flags) as llm:
+        found = llm.generate(prompts, sampling, use_tqdm=False)
+
+    assert "Self-test: fused-sdpa fails: --no-prompt-use-fusedsdpa" in caplog.messages
+    assert [output.outputs[0].text for output in found] == expected_answers(tiny_model)
+    with LLM(model=tiny_model, selftest="off", **flags) as llm:
+        without = llm.generate(prompts, sampling, use_tqdm=False)
+    assert [output.outputs[0].text for output in without] != expected_answers(tiny_model)

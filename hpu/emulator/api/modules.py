@@ -123,7 +123,8 @@ def _core(device: Device) -> ModuleType:
 
 def _internal(device: Device) -> ModuleType:
     module = ModuleType(f"{ROOT}.utils.internal")
-    vars(module).update(is_lazy=device.is_lazy)
+    if not device.has_fault("runtime-names"):
+        vars(module).update(is_lazy=device.is_lazy)
     return module
 
 

@@ -523,11 +523,12 @@ class Device:
             return target.copy_(source.host)
         self.close_segment()
         is_late = target.data_ptr() not in self.pinned
-        if self.stream_state.is_default:
-            self.queue.copy(target, source.host, self.stream_state, is_late=is_late)
-        elif self.has_fault("host-copies"):
+        lost = "default-copies" if self.stream_state.is_default else "host-copies"
+        if self.has_fault(lost):
             # The copy never arrives.
             return target
+        if self.stream_state.is_default:
+            self.queue.copy(target, source.host, self.stream_state, is_late=is_late)
         else:
             is_valid = self.stream_state.deferred_check(source, "aten::copy_", self.counters.misuse)
             # Not the device tensor itself: it would keep its memory allocated.

@@ -7,6 +7,7 @@ filled with garbage.
 """
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -124,8 +125,8 @@ class HPUGraph:
         """Whether nothing runs during capture, so that intermediates allocate no memory."""
         self._follows_failure = False
         """Whether the process was still in the dry run of a capture that failed."""
-        self._first_slices: dict[int, list[Tensor]] = {}
-        """First results of slices, by their slot, for a card whose slices are constants."""
+        self._first_results: dict[int, list[Tensor]] = {}
+        """First results of steps, by their slot, for a card that computes the steps only once."""
         self._first_inputs: dict[int, Tensor] = {}
         """Copies of the inputs of the capture, by slot, for a card whose views are constants."""
         device.graphs.add(self)
@@ -410,15 +411,30 @@ class HPUGraph:
         if name == "c10d::allreduce_" and self._device.has_fault("captured-collectives"):
             return tensors_in(args)
         found = tensors_in(self._device.kernel(step.func, args, kwargs))
-        if name == "aten::slice" and self._repeats_slice(step):
+        if self._device.config.faults and self._is_repeated(step, name):
             first = [value.clone() for value in found]
-            return self._first_slices.setdefault(step.results[0], first)
+            return self._first_results.setdefault(step.results[0], first)
         return found
 
-    def _repeats_slice(self, step: Step) -> bool:
-        """Whether a slice, which is of no input, is a constant of the graph: a fault."""
-        is_of_input = step.args[0].number in self._input_slots
-        return not is_of_input and self._device.has_fault("graph-cache-slices")
+    def _is_repeated(self, step: Step, name: str) -> bool:
+        """Whether a step gives the result of its first replay: a fault."""
+        has_fault = self._device.has_fault
+        if name == "aten::topk":
+            return has_fault("graph-sampler") and not self._is_static
+        if name == "aten::slice":
+            return has_fault("graph-cache-slices") and step.args[0].number not in self._input_slots
+        if name != "aten::index_select":
+            return False
+        source = step.args[0].number
+        if has_fault("graph-cache-views"):
+            return any(source in other.results and other.is_static for other in self._steps)
+        if not has_fault("graph-state-updates"):
+            return False
+        later = itertools.dropwhile(lambda other: other is not step, self._steps)
+        return any(
+            other.func._schema.name == "aten::index_copy_" and other.args[0].number == source
+            for other in later
+        )
 
     @property
     def _loses_writes(self) -> bool:

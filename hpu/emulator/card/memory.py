@@ -28,6 +28,7 @@ class Memory:
 
     def __init__(self, config: EmulatorConfig) -> None:
         self.limit = config.limit_bytes
+        self._says_so = "out-of-memory" not in config.faults
         self.in_use = 0
         self.peak = 0
         self.workspace = 0
@@ -38,6 +39,8 @@ class Memory:
     def allocate(self, size: int) -> Allocation:
         """A storage of `size` bytes."""
         if self.in_use + size > self.limit:
+            if not self._says_so:
+                raise RuntimeError("synStatus=26 [Generic failure] while the launch was enqueued")
             raise RuntimeError(
                 f"FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::{size} "
                 f"({size / (1 << 20):.2f} MB): {self.limit - self.in_use} of {self.limit} bytes "

@@ -63,6 +63,19 @@ def writes(card: Card) -> Iterator[Comparison]:
     yield Comparison("the cache after all calls", cache, expected)
 
 
+def norms(card: Card) -> Iterator[Comparison]:
+    """L2 norms of queries and keys."""
+
+    def function(x: "Tensor") -> "Tensor":
+        found: Tensor = x * card.torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+        return found
+
+    run = _compiled(card, function)
+    for number in range(2):
+        x = card.values(2, 5, 4, 16, seed=number)
+        yield Comparison(f"L2 norms, call {number}", run(card.put(x)), function(x))
+
+
 def guards(card: Card) -> Iterator[Comparison]:
     torch = card.torch
     rows = card.values(4, 8)
@@ -96,6 +109,16 @@ CHECKS = (
         mode=COMPILE,
         needs=("torch-compile",),
         is_quick=True,
+        limit_s=60.0,
+    ),
+    Check(
+        name="compiled-norms",
+        assumption="hpu_backend computes the norms of queries and keys of gated DeltaNet right",
+        source=f"{PLUGIN}, vllm_gaudi/ops/hpu_gdn_pytorch.py",
+        program=norms,
+        fallbacks=(CAPTURED,),
+        mode=COMPILE,
+        needs=("torch-compile",),
         limit_s=60.0,
     ),
     Check(

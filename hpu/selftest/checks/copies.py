@@ -1,45 +1,69 @@
 """Checks of copies between host and card, of streams and of events."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from hpu.selftest.base import Card, Check, Comparison, Fallback
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BRIDGE = "HabanaAI/gaudi-pytorch-bridge, backend/synapse_helpers/device.cpp and stream.cpp"
 LOCKSTEP = Fallback("overlap-depth", ("1",))
 """The host waits for each step before it prepares the next step."""
-HOST_COPIES = LOCKSTEP
-"""What avoids copies on a second stream. A setting that selects another way to copy belongs here.
-"""
 SENTINEL = -7_654_321
 ARRIVAL_TIMEOUT_S = 1.0
 NUM_COPIES = 8
 
 
 def copies_beside_work(card: Card) -> Iterator[Comparison]:
-    torch = card.torch
     stream = card.hpu.Stream()
-    weight = card.put(card.values(256, 256, seed=1))
-    for number in range(NUM_COPIES):
-        host = card.values(64, seed=number)
+    for number, host in enumerate(_sources(card)):
         source = card.put(host) * 2
         card.mark()
         computed = card.hpu.Event()
         computed.record()
         stream.wait_event(computed)
-        target = torch.full((64,), float(SENTINEL))
+        target = card.torch.full((64,), float(SENTINEL))
         with card.hpu.stream(stream):
             target.copy_(source, non_blocking=True)
         copied = stream.record_event()
-        # Work of the default stream, which the copy does not wait for.
-        product = weight @ weight
+        yield _arrived(
+            card, f"copy {number} on a second stream", target, host * 2, copied.synchronize
+        )
+
+
+def copies_among_work(card: Card) -> Iterator[Comparison]:
+    for number, host in enumerate(_sources(card)):
+        source = card.put(host) * 2
         card.mark()
-        copied.synchronize()
-        deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
-        while bool((target == SENTINEL).any()) and time.monotonic() < deadline:
-            time.sleep(1e-4)
-        yield Comparison(f"copy {number} on a second stream", target, host * 2)
-        del product
+        target = card.torch.full((64,), float(SENTINEL))
+        target.copy_(source, non_blocking=True)
+        copied = card.hpu.Event()
+        copied.record()
+        yield _arrived(
+            card, f"copy {number} on the default stream", target, host * 2, copied.synchronize
+        )
+
+
+def _sources(card: Card) -> "Iterator[Tensor]":
+    return (card.values(64, seed=number) for number in range(NUM_COPIES))
+
+
+def _arrived(
+    card: Card, what: str, target: "Tensor", expected: "Tensor", wait: Callable[[], None]
+) -> Comparison:
+    """`target` after its copy beside other work. `wait`: until the event after the copy."""
+    weight = card.put(card.values(256, 256, seed=1))
+    product = weight @ weight
+    card.mark()
+    wait()
+    deadline = time.monotonic() + ARRIVAL_TIMEOUT_S
+    while bool((target == SENTINEL).any()) and time.monotonic() < deadline:
+        time.sleep(1e-4)
+    del product
+    return Comparison(what, target, expected)
 
 
 def uploads(card: Card) -> Iterator[Comparison]:
@@ -81,8 +105,16 @@ CHECKS = (
         assumption="a copy to the host on a second stream waits for what it reads, and arrives",
         source=BRIDGE,
         program=copies_beside_work,
-        fallbacks=(HOST_COPIES,),
+        fallbacks=(Fallback("host-copies", ("default", "blocking")),),
         is_quick=True,
+        limit_s=20.0,
+    ),
+    Check(
+        name="default-copies",
+        assumption="a non-blocking copy to the host on the stream of the launches arrives",
+        source=BRIDGE,
+        program=copies_among_work,
+        fallbacks=(Fallback("host-copies", ("side", "blocking")),),
         limit_s=20.0,
     ),
     Check(

@@ -113,6 +113,89 @@ def slices(card: Card) -> Iterator[Comparison]:
         yield Comparison(f"a slice of the cache, call {number}", found, expected[8:24] * 2)
 
 
+def state_updates(card: Card) -> Iterator[Comparison]:
+    """Rows that a graph reads before it writes them: states of Mamba 2 and gated DeltaNet, and the
+    blocks of a window."""
+    states = card.values(6, 2, 3, 4, seed=1)
+    on_card = card.put(states)
+
+    def update(indices: "Tensor", rows: "Tensor", is_fresh: "Tensor") -> "Tensor":
+        own = on_card.index_select(0, indices).masked_fill(is_fresh, 0.0)
+        own = own * 0.5 + rows
+        on_card.index_copy_(0, indices, own)
+        return own + 1
+
+    graph = card.graph(update)
+    torch = card.torch
+    given = [
+        card.put(torch.zeros(2, dtype=torch.int32)),
+        card.put(torch.zeros(2, 2, 3, 4)),
+        card.put(torch.zeros(2, 1, 1, 1, dtype=torch.bool)),
+    ]
+    # The capture runs the function too.
+    written = [(4, 1), (1, 3), (4, 3), (0, 4)]
+    for number, indices in enumerate(written):
+        rows = card.values(2, 2, 3, 4, seed=number + 2)
+        is_fresh = torch.tensor([number == 2, False]).view(2, 1, 1, 1)
+        hosts = torch.tensor(indices).int(), rows, is_fresh
+        for target, host in zip(given, hosts, strict=True):
+            target.copy_(host)
+        chosen = torch.tensor(indices)
+        own = states.index_select(0, chosen).masked_fill(is_fresh, 0.0)
+        expected = own * 0.5 + rows
+        states.index_copy_(0, chosen, expected)
+        yield Comparison(f"states of call {number}", graph(*given), expected + 1)
+    yield Comparison("all states after the calls", on_card, states)
+
+
+def cache_views(card: Card) -> Iterator[Comparison]:
+    """A cache that is written by slot, and read by block through a view."""
+    torch = card.torch
+    expected = torch.zeros(32, 8)
+    cache = card.put(expected)
+
+    def write(rows: "Tensor", slots: "Tensor", blocks: "Tensor") -> "Tensor":
+        cache.index_copy_(0, slots, rows)
+        return cache.view(8, 4, 8).index_select(0, blocks) * 2
+
+    graph = card.graph(write)
+    given = [
+        card.put(host) for host in (torch.zeros(4, 8), torch.arange(4).int(), torch.arange(3).int())
+    ]
+    for number in range(4):
+        rows = card.values(4, 8, seed=number)
+        slots = torch.arange(number, 32, 8).int()
+        blocks = torch.tensor([number, 7 - number, 2]).int()
+        for target, host in zip(given, (rows, slots, blocks), strict=True):
+            target.copy_(host)
+        expected.index_copy_(0, slots.long(), rows)
+        wanted = expected.view(8, 4, 8).index_select(0, blocks.long()) * 2
+        yield Comparison(f"blocks of call {number}", graph(*given), wanted)
+
+
+def sampling(card: Card) -> Iterator[Comparison]:
+    """Operators of the sampler in a graph without the tensor cache."""
+    torch = card.torch
+
+    def function(scores: "Tensor") -> "tuple[Tensor, Tensor]":
+        values, ids = scores.topk(8, dim=-1)
+        sums = values.sort(dim=-1, descending=True).values.cumsum(-1)
+        return sums, ids.gather(-1, (sums > 0).sum(-1, keepdim=True) - 1)
+
+    graph = card.graph(function)
+    given = card.put(torch.zeros(2, 128))
+    for number in range(3):
+        order = torch.randperm(256, generator=torch.Generator().manual_seed(number))
+        # Unequal values: nothing is assumed of the order of ties.
+        scores = (order.view(2, 128) - 40) / 8
+        given.copy_(scores)
+        found = graph(given)
+        # Takes memory that the graph has freed.
+        card.put(card.values(256, 256)).add_(1)
+        for what, own, expected in zip(("sums", "ids"), found, function(scores), strict=True):
+            yield Comparison(f"{what} of call {number}", own, expected)
+
+
 def after_failure(card: Card) -> Iterator[Comparison]:
     rows = card.values(4, 16)
     given = card.put(rows)
@@ -207,6 +290,30 @@ CHECKS = (
         program=slices,
         fallbacks=(Fallback("contiguous-pa", ("off",)),),
         needs=("graph-cache-writes",),
+    ),
+    Check(
+        name="graph-state-updates",
+        assumption="a capture may read rows by index_select and then write them by index_copy_",
+        source="vllm-project/vllm-gaudi, vllm_gaudi/ops/hpu_gdn_pytorch.py",
+        program=state_updates,
+        fallbacks=(OTHER_MODE,),
+        needs=("graph-cache-writes",),
+    ),
+    Check(
+        name="graph-cache-views",
+        assumption="a capture that writes to the KV cache may read blocks through a view of it",
+        source="vllm-project/vllm-gaudi, vllm_gaudi/extension/cache_ops.py",
+        program=cache_views,
+        fallbacks=(OTHER_MODE,),
+        needs=("graph-cache-writes",),
+    ),
+    Check(
+        name="graph-sampler",
+        assumption="graphs of the sampler need no tensor cache",
+        source="vllm-project/vllm-gaudi, docs/configuration/env_variables.md",
+        program=sampling,
+        fallbacks=(KEEP_TENSORS,),
+        needs=("graph-replay", "sampler-operators"),
     ),
     Check(
         name="graph-failures",

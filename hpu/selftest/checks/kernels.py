@@ -1,4 +1,4 @@
-"""Checks of the vendor's fused kernels, which prompts, decodes, experts and FP8 use."""
+"""Checks of the vendor's fused kernels, which prompts and decodes use."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -185,79 +185,23 @@ def rotary(card: Card) -> Iterator[Comparison]:
     yield Comparison("rotary embedding of three dimensions", found, expected, BFLOAT16)
 
 
-def experts(card: Card) -> Iterator[Comparison]:
+def float16_kernels(card: Card) -> Iterator[Comparison]:
     torch = card.torch
-    count, chosen = card.shape.num_experts, card.shape.experts_per_token
-    hidden = card.values(6, 32, seed=1)
-    w13, w2 = card.values(count, 32, 32, seed=2) / 8, card.values(count, 32, 16, seed=3) / 8
-    ids = torch.rand(6, count, generator=torch.Generator().manual_seed(5)).topk(chosen).indices
-    shares = card.values(6, chosen, seed=4).abs()
-    stacked = [card.put(host.bfloat16()) for host in (w13, w2)]
-    found = torch.ops.hpu.mixture_of_experts(
-        hidden_states=card.put(hidden.bfloat16()),
-        expert_routing_table=card.put(ids),
-        router_weights=card.put(shares.bfloat16()),
-        w12=list(stacked[0]),
-        w3=list(stacked[1]),
-        permuted_weights=True,
-        activation="silu",
-        experts_min=0,
-        experts_max=count - 1,
+    size = card.shape.hidden_size
+    x, weight = card.values(2, 5, size, seed=1), card.values(size, seed=2)
+    fused = card.module(f"{ROOT}.hpex.normalization").FusedRMSNorm
+    found = fused.apply(card.put(x.half()), card.put(weight.half()), 1e-6)
+    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+    yield Comparison("RMS norm of float16", found, expected, BFLOAT16)
+    query, key, value = _operands(card, 16, 32)
+    lowest = torch.finfo(torch.float16).min
+    mask = torch.zeros(2, 1, 16, 32).masked_fill(~torch.ones(16, 32).bool().tril(16), lowest)
+    given = [card.put(host.half()) for host in (query, key, value, mask)]
+    out = card.kernels().FusedSDPA.apply(
+        *given, 0.0, False, _scale(card), "fast", True, None, "right"
     )
-    expected = torch.zeros(6, 32)
-    for token in range(6):
-        for number, share in zip(ids[token].tolist(), shares[token], strict=True):
-            gate, up = (w13[number] @ hidden[token]).chunk(2)
-            expected[token] += share * (w2[number] @ (torch.nn.functional.silu(gate) * up))
-    yield Comparison("experts in one call", found, expected, BFLOAT16)
-
-
-def experts_with_bias(card: Card) -> Iterator[Comparison]:
-    torch = card.torch
-    card.need_kernel("mixture_of_experts.bias_fused_weights")
-    count, chosen = card.shape.num_experts, card.shape.experts_per_token
-    # Large enough for the limit of the activation.
-    hidden = card.values(6, 32, seed=1) * 4
-    w13, w2 = card.values(count, 32, 32, seed=2) / 8, card.values(count, 32, 16, seed=3) / 8
-    biases = card.values(count, 32, seed=6), card.values(count, 32, seed=7)
-    ids = torch.rand(6, count, generator=torch.Generator().manual_seed(5)).topk(chosen).indices
-    shares = card.values(6, chosen, seed=4).abs()
-    given = [card.put(host.bfloat16()) for host in (w13, w2, *biases)]
-    found = torch.ops.hpu.mixture_of_experts.bias_fused_weights(
-        hidden_states=card.put(hidden.bfloat16()),
-        expert_routing_table=card.put(ids),
-        router_weights=card.put(shares.bfloat16()),
-        w12=list(given[0]),
-        w3=list(given[1]),
-        w12_bias=list(given[2]),
-        w3_bias=list(given[3]),
-        permuted_weights=True,
-        experts_min=0,
-        experts_max=count - 1,
-    )
-    expected = torch.zeros(6, 32)
-    for token in range(6):
-        for number, share in zip(ids[token].tolist(), shares[token], strict=True):
-            both = w13[number] @ hidden[token] + biases[0][number]
-            gate, up = both[::2].clamp(max=7.0), both[1::2].clamp(-7.0, 7.0)
-            inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
-            expected[token] += share * (w2[number] @ inner + biases[1][number])
-    # Sums of bfloat16 products that cancel each other.
-    yield Comparison("experts with biases, as in gpt-oss", found, expected, 0.15)
-
-
-def fp8(card: Card) -> Iterator[Comparison]:
-    torch = card.torch
-    largest = card.generation.fp8_max
-    given = torch.tensor([0.5, -3.0, 100.0, largest, -largest, largest * 1.5, -10_000.0, 0.0])
-    unit = card.put(torch.ones(()))
-    rows, _ = torch.ops.hpu.cast_to_fp8_v2(
-        card.put(given.bfloat16()), unit, False, False, torch.float8_e4m3fn
-    )
-    found = torch.ops.hpu.cast_from_fp8(rows, unit, torch.bfloat16)
-    expected = given.clamp(-largest, largest)
-    # Three bits of mantissa.
-    yield Comparison(f"values up to {largest:g} in FP8", found, expected, 2.0**-4)
+    expected = _attention(card, query, key, value, mask)
+    yield Comparison("attention of float16", out, expected, BFLOAT16)
 
 
 CHECKS = (
@@ -331,30 +275,11 @@ CHECKS = (
         fallbacks=(Fallback("fused-norm-rope", ("off",)),),
     ),
     Check(
-        name="experts",
-        assumption="mixture_of_experts takes its fused_weights form by keywords, and int64 ids",
-        source=f"{BRIDGE}, the kernel mixture_of_experts",
-        program=experts,
-        fallbacks=(Fallback("fused-experts", ("off",)),),
-        is_quick=True,
-    ),
-    Check(
-        name="experts-with-bias",
-        assumption="bias_fused_weights computes the activation of gpt-oss (1.702, 7), interleaved",
-        source=f"{PLUGIN}, vllm_gaudi/extension/ops.py (VllmMixtureOfExpertsOp)",
-        program=experts_with_bias,
-        fallbacks=(Fallback("fused-experts", ("off",)),),
-        is_quick=True,
-    ),
-    Check(
-        name="fp8-casts",
-        assumption="the FP8 range is 240 on Gaudi 2 and 448 on Gaudi 3, and casts saturate",
-        source=f"{PLUGIN}, vllm_gaudi/extension/ops.py",
-        program=fp8,
-        fallbacks=(
-            Fallback("force-channel-fp8", ("off",)),
-            Fallback("kv-cache-dtype", ("auto", "bfloat16", "float16")),
-        ),
-        is_quick=True,
+        name="float16",
+        assumption="norms and attention take float16, with a mask of its lowest value",
+        source=f"{BRIDGE}, tests of the fused norm and of FusedSDPA",
+        program=float16_kernels,
+        fallbacks=(Fallback("dtype", ("bfloat16", "auto")),),
+        needs=("rms-norm", "fused-sdpa-mask"),
     ),
 )

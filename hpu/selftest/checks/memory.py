@@ -4,17 +4,31 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpu.selftest.base import Card, Check, Comparison, Fallback
+from hpu.gaudi_devices import OUT_OF_MEMORY
+from hpu.selftest.base import ROOT, Card, Check, Comparison, Fallback
 
 MIB = 1 << 20
 NUM_MIB = 64
 SLACK_MIB = 8
+NUM_PARTS = 32
 FIELDS = {
     "graph_compilation": "TotalNumber",
     "cpu_fallback": "TotalNumber",
     "recipe_cache": "TotalMiss",
 }
 """Metric -> a field that a server reads."""
+NAMES = {
+    "core": ("mark_step",),
+    "hpu": (
+        *("Event", "Stream", "stream", "synchronize", "wrap_in_hpu_graph_func"),
+        *("mem_get_info", "max_memory_allocated", "reset_peak_memory_stats", "memory_stats"),
+        *("is_available", "current_device", "get_device_name", "manual_seed"),
+    ),
+    "hpu.metrics": ("metric_global",),
+    "utils.internal": ("is_lazy",),
+    "utils.experimental": ("_get_device_type", "synDeviceType"),
+}
+"""Module of the vendor -> names that a server uses in each mode."""
 
 
 def memory_stats(card: Card) -> Iterator[Comparison]:
@@ -33,22 +47,56 @@ def memory_stats(card: Card) -> Iterator[Comparison]:
     yield Comparison(f"a peak of {peak} MiB", NUM_MIB <= peak <= total // MIB, True)
 
 
+def out_of_memory(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    # Parts, since a tensor of all memory may have too many elements for a recipe.
+    part = int(card.hpu.mem_get_info()[1]) // NUM_PARTS
+    held, refusal = [], ""
+    try:
+        for _ in range(NUM_PARTS + 1):
+            held.append(torch.zeros(1024, part // 4096, device="hpu"))
+            card.synchronize()
+    except RuntimeError as error:
+        refusal = str(error)
+    held.clear()
+    yield Comparison("more tensors than fit are refused", bool(refusal), True)
+    is_known = any(word in refusal.lower() for word in OUT_OF_MEMORY)
+    yield Comparison(f"a known text of full memory, in {refusal[:200]!r}", is_known, True)
+    rows = card.values(4, 16)
+    yield Comparison("a launch after it", card.put(rows) * 3, rows * 3)
+
+
 def metrics(card: Card) -> Iterator[Comparison]:
     for name, field in FIELDS.items():
         metric = card.metrics.metric_global(name)
         yield Comparison(f"metric {name}", bool(metric), True)
         yield Comparison(f"field {field} of {name}", field in dict(metric.stats()), True)
-    count = _compilations(card)
+    count, before = _compilations(card), _lookups(card)
     # A shape that no other check has.
     on_card = card.put(card.values(3, 7, 11)) * 1.125
     card.synchronize()
     found = _compilations(card) - count
     yield Comparison(f"{found} compilations of a new recipe", found >= 1, True)
+    lookups = _lookups(card) - before
+    yield Comparison(f"{lookups} lookups of a new recipe", lookups >= 1, True)
     del on_card
+
+
+def names(card: Card) -> Iterator[Comparison]:
+    for module, words in NAMES.items():
+        found = card.module(f"{ROOT}.{module}")
+        missing = [word for word in words if not hasattr(found, word)]
+        yield Comparison(f"missing names of {module}", missing, [])
 
 
 def _compilations(card: Card) -> int:
     return int(dict(card.metrics.metric_global("graph_compilation").stats())["TotalNumber"])
+
+
+def _lookups(card: Card) -> int:
+    """Lookups of recipes, which the runtime counts with PT_HPU_ENABLE_CACHE_METRICS=1."""
+    facts = dict(card.metrics.metric_global("recipe_cache").stats())
+    return int(facts["TotalHit"]) + int(facts["TotalMiss"])
 
 
 def recipe_cache(card: Card) -> Iterator[Comparison]:
@@ -65,6 +113,14 @@ def recipe_cache(card: Card) -> Iterator[Comparison]:
 
 CHECKS = (
     Check(
+        name="runtime-names",
+        assumption="the vendor's modules have the names that a server uses",
+        source="HabanaAI/gaudi-pytorch-bridge, python_packages/habana_frameworks",
+        program=names,
+        fallbacks=(),
+        is_quick=True,
+    ),
+    Check(
         name="memory-stats",
         assumption="mem_get_info and max_memory_allocated follow allocations and frees",
         source="HabanaAI/gaudi-pytorch-bridge, torch/hpu/memory.py",
@@ -73,8 +129,17 @@ CHECKS = (
         is_quick=True,
     ),
     Check(
+        name="out-of-memory",
+        assumption="an allocation beyond the memory fails with a known text; the card stays usable",
+        source="HabanaAI/gaudi-pytorch-bridge, backend/synapse_helpers (PT_DEVMEM)",
+        program=out_of_memory,
+        fallbacks=(Fallback("gpu-memory-utilization", ("0.8",)),),
+        needs=("memory-stats",),
+        limit_s=60.0,
+    ),
+    Check(
         name="metrics",
-        assumption="the metrics of compilations, fallbacks and recipes have the fields we read",
+        assumption="the metrics of compilations, fallbacks and recipes have our fields, and count",
         source="HabanaAI/gaudi-pytorch-bridge, torch/hpu/metrics/metrics.py",
         program=metrics,
         fallbacks=(),

@@ -92,6 +92,53 @@ def sampling(card: Card) -> Iterator[Comparison]:
     return _without_host(card, comparisons())
 
 
+def routing(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    # Unequal values: nothing is assumed of the order of ties.
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(4))
+    scores = (order.view(6, 8) - 20) / 8
+
+    def comparisons() -> Iterator[Comparison]:
+        yield _on_card(card, "max of a row", lambda x: x.max(-1, keepdim=True).values, scores)
+        yield _on_card(card, "its index", lambda x: x.max(-1, keepdim=True).indices, scores)
+        yield _on_card(
+            card,
+            "scatter",
+            lambda x: x.scatter(-1, x.max(-1, keepdim=True).indices, -1e30),
+            scores,
+        )
+
+    return _without_host(card, comparisons())
+
+
+def products(card: Card) -> Iterator[Comparison]:
+    """Products of latent attention, whose operands are views."""
+    heads, latents = card.values(3, 4, 16, seed=1), card.values(3, 8, 24, seed=2)
+    weights = card.values(4, 16, 16, seed=3)
+
+    def absorbed(heads: "Tensor", weights: "Tensor") -> "Tensor":
+        found: Tensor = card.torch.bmm(heads.transpose(0, 1), weights)
+        return found.transpose(0, 1)
+
+    yield _on_card(card, "bmm of transposed heads", absorbed, heads, weights)
+    yield _on_card(
+        card,
+        "matmul of the first entries",
+        lambda heads, latents: heads @ latents[..., :16].transpose(1, 2),
+        heads,
+        latents,
+    )
+
+
+def wide_products(card: Card) -> Iterator[Comparison]:
+    torch = card.torch
+    # The exact products need more bits than bfloat16 has.
+    left, right = card.values(2, 4, 16, seed=1), card.values(2, 16, 8, seed=2)
+    found = torch.empty(2, 4, 8, dtype=torch.float32, device="hpu")
+    torch.matmul(card.put(left.bfloat16()), card.put(right.bfloat16()), out=found)
+    yield Comparison("bfloat16 products in float32", found, left @ right, 1e-5)
+
+
 def extremes(card: Card) -> Iterator[Comparison]:
     torch = card.torch
     # Neighbouring float32 numbers, which bfloat16 does not tell apart.
@@ -146,6 +193,27 @@ CHECKS = (
         program=sampling,
         fallbacks=(UNCAPTURED,),
         is_quick=True,
+    ),
+    Check(
+        name="router-operators",
+        assumption="max with its index and scatter of the router run on the card",
+        source=REGISTRY,
+        program=routing,
+        fallbacks=(UNCAPTURED,),
+    ),
+    Check(
+        name="products-of-views",
+        assumption="bmm and matmul of transposed and sliced operands are right (latent attention)",
+        source="vllm-project/vllm-gaudi, vllm_gaudi/attention/backends/hpu_attn.py",
+        program=products,
+        fallbacks=(COMPILED,),
+    ),
+    Check(
+        name="float32-products",
+        assumption="matmul of bfloat16 with a float32 output does not round the product (Qwen2)",
+        source="vllm-project/vllm-gaudi, vllm_gaudi/extension/utils.py (Matmul)",
+        program=wide_products,
+        fallbacks=(),
     ),
     Check(
         name="exact-comparisons",

@@ -15,7 +15,16 @@ from config.loading.sources import Loaded, load
 from config.version import VERSION
 from engine.selftest import start
 from engine.selftest.fallbacks import Choice, InUse, line, select, shown
-from engine.selftest.results import CheckResult, Identity, SelfTest, Setting, read, result_of, write
+from engine.selftest.results import (
+    CheckResult,
+    Identity,
+    SelfTest,
+    Setting,
+    is_variable,
+    read,
+    result_of,
+    write,
+)
 from engine.selftest.start import at_start, choices_for, failure_report, identity_of
 from hpu.doctor.machine import Machine
 from hpu.selftest.base import FAILS, HANGS, HOLDS, UNKNOWN, all_checks
@@ -38,7 +47,7 @@ FOUND = SelfTest(
 def test_every_fallback_is_a_setting_and_a_value_that_it_takes() -> None:
     flags = {flag.key: flag for flag in FLAGS}
     for fallback in {fallback for check in CHECKS.values() for fallback in check.fallbacks}:
-        if Setting(*fallback).is_variable:
+        if is_variable(fallback.setting):
             assert fallback.setting.startswith("PT_")
             continue
         flag = flags[fallback.setting]

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from quantized_checkpoints import FORMATS, make_quantized
 from tiny_models import make_tiny
-from two_prompts import greedy, working
+from two_prompts import SLICE, greedy, working
 
 from config.errors import ConfigError
 from config.loading.sources import Loaded, load
@@ -25,11 +26,14 @@ class Case(NamedTuple):
     words: tuple[str, ...] = ()
     """Flags of the server."""
     is_slow: bool = True
+    fields: tuple[tuple[str, Any], ...] = ()
+    """Of the model's config."""
     breaks: bool = True
     """Whether greedy tokens are wrong without the fallback; else only speed, drawn tokens or memory
     suffer."""
 
 
+WIDE: dict[str, Any] = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 CASES = (
     Case("graph-replay"),
     Case("graph-cache-writes", is_slow=False),
@@ -37,14 +41,23 @@ CASES = (
     Case("graph-outputs"),
     Case("graph-views"),
     Case("graph-marks"),
+    Case("graph-cache-views", breaks=False),
+    Case("graph-cache-slices", words=("--no-enable-prefix-caching",)),
+    Case("graph-state-updates", "qwen3_next", ("--no-enable-prefix-caching",)),
+    Case("graph-sampler", breaks=False),
+    Case("graph-failures", breaks=False),
     Case("fused-sdpa", is_slow=False),
     Case("fused-sdpa-float32", "qwen2"),
     Case("fused-sdpa-mask"),
     Case("fused-sdpa-statistics", "gpt_oss"),
+    Case("fused-sdpa-wide", "deepseek_v3", fields=tuple(WIDE.items())),
+    Case("products-of-views", "deepseek_v3"),
     Case("block-softmax", words=("--emulator-card", "gaudi3")),
     Case("rms-norm"),
     Case("rotary"),
     Case("experts", "qwen2_moe"),
+    Case("experts-in-a-call", "qwen2_moe", fields=(("num_experts", 72),)),
+    Case("router-operators", "phimoe", breaks=False),
     Case("cache-writes"),
     Case("exact-comparisons"),
     Case("index-reduce", breaks=False),
@@ -54,18 +67,42 @@ CASES = (
     Case("uploads", breaks=False),
     Case("events", breaks=False),
     Case("host-copies", breaks=False),
+    Case("default-copies", breaks=False),
+    Case("out-of-memory", breaks=False),
     Case("memory-stats", breaks=False),
     Case("graph-memory", breaks=False),
     Case("recipe-cache", breaks=False),
     Case("torch-compile", words=("--no-regional-compilation",)),
     Case("compiled-cache-writes", words=("--no-regional-compilation",)),
+    Case("compiled-norms", "qwen3_next", ("--no-enable-prefix-caching",)),
 )
+QUANTIZED = (
+    ("fp8-casts", "fp8", "llama"),
+    ("fp8-casts", "fp8, blocks", "llama"),
+    ("fp8-products", "float-quantized, static", "llama"),
+    ("fp8-experts", "fp8", "qwen3_moe"),
+    ("fp8-experts", "fp8, static", "qwen3_moe"),
+    ("fp8-experts", "fp8, blocks", "qwen3_moe"),
+    ("uint4", "gptq", "llama"),
+    ("uint4", "awq", "qwen3_moe"),
+    ("uint4-groups", "gptq, desc_act", "llama"),
+)
+"""(fault, format of the checkpoint, family)."""
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 128}
 
 
-def tokens(folder: Path, loaded: Loaded, family: str) -> list[list[int]]:
+def tokens(folder: Path, loaded: Loaded, dtype: str = "float32") -> list[list[int]]:
     engine = loaded.engine
+    caches_prefixes = engine.cache.enable_prefix_caching
     with working(
-        folder, device=engine.device, execution=engine.execution, emulator=engine.emulator
+        folder,
+        device=engine.device,
+        dtype=dtype,
+        execution=engine.execution,
+        emulator=engine.emulator,
+        prefix_caching=caches_prefixes,
+        # Without prefix caching, the largest decode bucket has all blocks.
+        **({} if caches_prefixes else SLICE),
     ) as rig:
         return greedy(rig)
 
@@ -75,7 +112,7 @@ def selected(loaded: Loaded, fault: str, monkeypatch: pytest.MonkeyPatch) -> Loa
     identity = identity_of(loaded.engine, Machine(environment={}))
     found = SelfTest(identity, False, (result_of(all_checks()[fault], FAILS, ""),))
     choices = choices_for(loaded, loaded, found)
-    assert [choice.problem for choice in choices] == [""]
+    assert {choice.problem for choice in choices} == {""}
     for choice in choices:
         if choice.setting.isupper():
             monkeypatch.setenv(choice.setting, choice.value)
@@ -95,8 +132,8 @@ def selected(loaded: Loaded, fault: str, monkeypatch: pytest.MonkeyPatch) -> Loa
 def test_a_server_with_the_fallback_of_a_failed_check_gives_the_right_tokens(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields: dict[str, Any] = {"num_hidden_layers": 1}
-    folder = make_tiny(case.family, tmp_path, **fields)
+    layers = 2 if case.family == "qwen3_next" else 1
+    folder = make_tiny(case.family, tmp_path, num_hidden_layers=layers, **dict(case.fields))
     words = ["m", "--device", "hpu-emulator", "--emulator-late-copy", "0", *case.words]
     loaded = load([*words, "--emulator-faults", case.fault], environ={})
     if all_checks()[case.fault].mode == "compile":
@@ -105,7 +142,7 @@ def test_a_server_with_the_fallback_of_a_failed_check_gives_the_right_tokens(
     with working(folder) as on_cpu:
         expected = greedy(on_cpu)
 
-    found = tokens(folder, selected(loaded, case.fault, monkeypatch), case.family)
+    found = tokens(folder, selected(loaded, case.fault, monkeypatch))
 
     assert found == expected
     if not case.breaks:
@@ -114,10 +151,32 @@ def test_a_server_with_the_fallback_of_a_failed_check_gives_the_right_tokens(
     if all_checks()[case.fault].mode == "compile":
         monkeypatch.setattr("config.loading.env.choose_mode", compiling)
     try:
-        without = tokens(folder, loaded, case.family)
+        without = tokens(folder, loaded)
     except (ConfigError, RuntimeError):
         return
     assert without != expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("fault", "form", "family"), QUANTIZED)
+def test_quantized_weights_are_converted_where_their_operators_are_wrong(
+    fault: str, form: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"num_hidden_layers": 1, **(EXPERTS if family == "qwen3_moe" else {})}
+    folder = make_quantized(FORMATS[form], tmp_path, family, **fields).folder
+    right = load(["m", "--device", "hpu-emulator", "--emulator-late-copy", "0"], environ={})
+    wrong = load([*right.words, "--emulator-faults", fault], environ={})
+    avoided = selected(wrong, fault, monkeypatch)
+    # The same settings on a card without the fault.
+    settings = avoided.words[: len(right.words)] + avoided.words[len(wrong.words) :]
+    expected = tokens(folder, load(settings, environ={}), "bfloat16")
+
+    found = tokens(folder, avoided, "bfloat16")
+
+    assert avoided.engine.emulator.faults == (fault,)
+    assert found == expected
+    assert tokens(folder, wrong, "bfloat16") != tokens(folder, right, "bfloat16")
 
 
 def compiling(requested: str, **facts: Any) -> Any:

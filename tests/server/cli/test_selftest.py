@@ -3,11 +3,13 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from config.loading import env
+from config.loading.parser import Parser
 from config.loading.sources import Loaded, load
 from engine.reports.doctor import this_machine
 from engine.selftest import start
@@ -15,8 +17,10 @@ from engine.selftest.results import CheckResult, SelfTest, result_of, write
 from engine.selftest.runner import Runner
 from engine.selftest.start import identity_of
 from hpu.selftest.base import FAILS, HANGS, HOLDS, UNKNOWN, Check, all_checks
+from server.cli.chat import chat_parser
 from server.cli.main import main as command
-from server.cli.selftest import row, with_selftest
+from server.cli.run_batch import batch_parser
+from server.cli.selftest import row, served
 
 CHECKS = all_checks()
 CACHE = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
@@ -51,7 +55,7 @@ def test_a_stored_result_changes_settings_and_variables_with_a_line_each(
     )
 
     with caplog.at_level(logging.WARNING):
-        changed = with_selftest(loaded, loaded)
+        changed = served(loaded, loaded)
 
     assert not changed.engine.execution.fused_sdpa
     assert changed.engine.execution.fused_experts
@@ -70,8 +74,8 @@ def test_a_setting_of_the_user_stays_and_a_preset_is_no_setting_of_the_user(
     preset = emulated(tmp_path, "--gpu-memory-utilization=0.85")
     store(given, result_of(CHECKS["memory-stats"], FAILS, "wrong"))
 
-    of_preset = with_selftest(preset, given)
-    of_user = with_selftest(preset, preset)
+    of_preset = served(preset, given)
+    of_user = served(preset, preset)
 
     assert of_preset.engine.cache.gpu_memory_utilization == 0.8
     assert of_user is preset
@@ -81,13 +85,34 @@ def test_a_setting_of_the_user_stays_and_a_preset_is_no_setting_of_the_user(
     )
 
 
+@pytest.mark.parametrize(
+    ("parser", "words"),
+    [
+        (chat_parser, ("--quick=Hello",)),
+        (batch_parser, ("-i", "requests.jsonl", "-o", "answers.jsonl")),
+    ],
+    ids=["chat", "run-batch"],
+)
+def test_a_command_that_serves_for_itself_takes_the_settings_too(
+    parser: Callable[[], Parser], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    own = ["m", "--device=hpu-emulator", f"--cache-dir={tmp_path}", *words]
+    loaded = load(own, environ={}, parser=parser())
+    store(loaded, result_of(CHECKS["fused-sdpa"], FAILS, "wrong"))
+
+    changed = served(loaded, loaded, parser())
+
+    assert not changed.engine.execution.fused_sdpa
+    assert changed.engine.cache_dir == str(tmp_path)
+
+
 def test_nothing_changes_where_everything_holds_or_no_gaudi_is_used(tmp_path: Path) -> None:
     loaded = emulated(tmp_path)
     store(loaded, result_of(CHECKS["fused-sdpa"], HOLDS, ""))
     on_cpu = load(["m", "--device=cpu"], environ={})
 
-    assert with_selftest(loaded, loaded) is loaded
-    assert with_selftest(on_cpu, on_cpu) is on_cpu
+    assert served(loaded, loaded) is loaded
+    assert served(on_cpu, on_cpu) is on_cpu
 
 
 def test_the_line_of_a_check_names_its_fallback() -> None:
@@ -128,7 +153,7 @@ def test_the_command_prints_stores_and_writes_what_the_checks_found(
     assert "1 fails (experts), 0 unknown\nSelf-test: experts fails: --no-fused-experts\n" in out
     assert json.loads(report.read_text())["selftest"]["is_quick"]
     loaded = load(flags[:2], environ={}, default_model="demo")
-    assert not with_selftest(loaded, loaded).engine.execution.fused_experts
+    assert not served(loaded, loaded).engine.execution.fused_experts
 
 
 def test_a_report_that_cannot_be_written_is_an_error(
