@@ -486,7 +486,9 @@ class Device:
             return False
         if name in config.unsupported or name in config.extra_supported:
             return name in config.extra_supported
-        return registry.is_supported(func, args, kwargs)
+        return registry.is_supported(
+            func, args, kwargs, config.generation, has_int64=self.variables.int64()
+        )
 
     def _fall_back(self, name: str) -> None:
         """The op runs on the host, after everything before it."""
