@@ -8,7 +8,7 @@ filled with garbage.
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -113,6 +113,10 @@ class HPUGraph:
         self._input_slots: list[int | None] = []
         self._used: weakref.WeakSet[Allocation] = weakref.WeakSet()
         """Storages that every replay reads or writes, except the inputs."""
+        self._written: weakref.WeakSet[Allocation] = weakref.WeakSet()
+        """Storages that every replay changes in place, except the inputs."""
+        self._written_inputs: set[int] = set()
+        """Slots of inputs that every replay changes in place."""
         self._results: list[tuple[int, Tensor]] = []
         """Slots, and the tensors that must have the slots' values after a replay."""
         self._stream: StreamState | None = None
@@ -210,6 +214,8 @@ class HPUGraph:
             )
         # The schemas of collectives do not declare that they write to their arguments.
         is_mutable = func._schema.is_mutable or name.startswith("c10d::")
+        if is_mutable:
+            self._written.update(out.allocation for out in outs)
         is_view = not is_mutable and all(storage_of(out.host) in shared for out in outs)
         is_static = bool(outs) and (is_view or name in rules.EMPTY)
         self._steps.append(Step(func, slot_args, slot_kwargs, results, constants, is_static))
@@ -231,6 +237,9 @@ class HPUGraph:
                 slot = self._slot_of.get(id(given.host))
             if slot is not None and isinstance(given, HpuTensor):
                 self._used.discard(given.allocation)
+                if given.allocation in self._written:
+                    self._written.discard(given.allocation)
+                    self._written_inputs.add(slot)
                 if self._device.has_fault("graph-views"):
                     self._first_inputs[slot] = given.host.clone()
             self._input_slots.append(slot)
@@ -283,7 +292,7 @@ class HPUGraph:
 
     def replay(self, asynchronous: bool = False) -> None:
         """Run on the current contents of the captured tensors."""
-        self._count(())
+        self._count((), ())
         if self._device.skips_launch("replay") or self._device.has_fault("graph-replay"):
             return
         if self._is_static:
@@ -312,7 +321,11 @@ class HPUGraph:
             for slot, given in zip(self._input_slots, tensors, strict=True)
             if slot is not None and isinstance(given, HpuTensor)
         }
-        self._count(given.allocation for given in bound.values())
+        inputs = {slot: given.allocation for slot, given in bound.items()}
+        self._count(
+            inputs.values(),
+            [storage for slot, storage in inputs.items() if slot in self._written_inputs],
+        )
         if self._device.skips_launch("replayV3") or self._device.has_fault("graph-replay"):
             return
         if self._device.has_fault("graph-inputs"):
@@ -352,8 +365,8 @@ class HPUGraph:
         self._results.clear()
         self._graph_memory = None
 
-    def _count(self, inputs: Iterable[Allocation]) -> None:
-        """Count a launch that reads the storages `inputs`."""
+    def _count(self, inputs: Collection[Allocation], written: Iterable[Allocation]) -> None:
+        """Count a launch that reads the storages `inputs`, and changes `written`."""
         if self._device.recording is not None:
             raise RuntimeError("an hpu graph cannot be replayed during hpu graph capturing")
         self._device.acquisition.touch()
@@ -363,8 +376,8 @@ class HPUGraph:
             for graph in self._device.graphs:
                 if graph is not self:
                     graph.spoil_outputs()
-        for block in self._allocations:
-            self._device.clock.mark_written(block)
+        writes = {*self._written, *self._allocations, *written}
+        self._device.use(({*self._used, *inputs} - writes), writes, "replay")
         for used in (*self._used, *self._allocations, *inputs):
             self._device.launches.use(used)
         self._device.launches.launch()
