@@ -485,6 +485,11 @@ class Device:
                 else:
                     found = HpuTensor(value, self, base.allocation, base.lifetime)
                     found.is_view = base.is_view or not op.is_alias
+            elif found.shape != value.shape:
+                raise RuntimeError(
+                    f"{op.name}: the emulator does not resize tensors, here from "
+                    f"{tuple(found.shape)} to {tuple(value.shape)}"
+                )
             outs.append(found)
             return found
 

@@ -122,6 +122,8 @@ class HPUGraph:
         self._stream: StreamState | None = None
         """The stream on which the capture began."""
         self._input_shapes: list[torch.Size] = []
+        self._input_twins: list[int] = []
+        """For each marked input the number of the first one that is the same tensor."""
         self._has_user_outputs = False
         self._is_static = True
         self._is_dry = False
@@ -226,6 +228,7 @@ class HPUGraph:
             raise RuntimeError("mark_user_inputs must be called while capturing is in progress")
         self._marked = list(tensors)
         self._input_shapes += [given.shape for given in tensors]
+        self._input_twins = _first_twins(tensors)
 
     def _match_inputs(self) -> None:
         """Find the marked inputs among the tensors that were read. The runtime compares identities.
@@ -316,6 +319,9 @@ class HPUGraph:
                     "HPU GRAPH:: Mark User Input Sizes is not same Replay Input Sizes: "
                     f"{tuple(given.shape)} for {tuple(shape)}"
                 )
+        if _first_twins(tensors) != self._input_twins:
+            text = "tensors are the same in a replay and were not in the capture, or the reverse"
+            self._device.counters.misuse("aliased_inputs", text, "replayV3")
         bound = {
             slot: given
             for slot, given in zip(self._input_slots, tensors, strict=True)
@@ -340,7 +346,9 @@ class HPUGraph:
                 self._table[slot] = None
 
     def __del__(self) -> None:
-        self._end_other_capture()
+        # An object whose constructor refused has no device.
+        if hasattr(self, "_device"):
+            self._end_other_capture()
 
     def _end_other_capture(self) -> None:
         """The destruction of any graph ends the capture in progress: the captured graph lacks what
@@ -463,6 +471,12 @@ class HPUGraph:
             self._slot_of[id(inner)] = slot
             self._table.append(inner)
         return slot
+
+
+def _first_twins(tensors: Sequence[Tensor]) -> list[int]:
+    """For each tensor the number of the first one that is the same object."""
+    known = [id(given) for given in tensors]
+    return [known.index(identity) for identity in known]
 
 
 class GraphContext:
