@@ -27,7 +27,6 @@ from hpu.emulator.ops.fakes import register_fakes
 from hpu.emulator.ops.kernels import define_ops
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 
-
 RESIZING_FACTORIES = {"arange": ("default", "start", "start_step"), "eye": ("default", "m")}
 """Overloads of factories."""
 

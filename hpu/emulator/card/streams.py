@@ -148,9 +148,7 @@ class StreamState:
 
     def _is_after(self, key: int, at: int) -> bool:
         """Whether this stream's next operation comes after work of a stream at time `at`."""
-        return key == self._key or at <= max(
-            self._waited.get(key, 0), self._clock.done.get(key, 0)
-        )
+        return key == self._key or at <= max(self._waited.get(key, 0), self._clock.done.get(key, 0))
 
     def deferred_check(
         self, source: HpuTensor, op: str, misuse: ReportMisuse

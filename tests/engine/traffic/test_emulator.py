@@ -78,8 +78,10 @@ PREFILLS: dict[str, dict[str, Any]] = {
     params=[
         pytest.param(("hpu-graphs", "exponential", "rows"), id="prompts in rows"),
         pytest.param(("hpu-graphs", "exponential", "one row"), id="prompts in one row"),
-        pytest.param(("hpu-graphs", "auto", "default"), id="hpu-graphs"),
-        pytest.param(("torch-compile", "auto", "default"), id="torch-compile"),
+        pytest.param(("hpu-graphs", "auto", "default"), id="hpu-graphs", marks=pytest.mark.slow),
+        pytest.param(
+            ("torch-compile", "auto", "default"), id="torch-compile", marks=pytest.mark.slow
+        ),
     ],
 )
 def engine(
@@ -112,6 +114,7 @@ WATCHED = (
 )
 
 
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("count", [90, pytest.param(5000, marks=pytest.mark.slow)])
 def test_random_requests_cost_no_compilation_capture_fallback_wait_or_memory(
     engine: tuple[EngineCore, WatchedExecutor], folder: str, count: int

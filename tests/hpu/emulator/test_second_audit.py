@@ -137,7 +137,8 @@ def test_an_index_on_the_host_divides_a_compiled_graph() -> None:
     with emulated(lazy=False) as card, torch.inference_mode():
         compiled = torch.compile(lambda x, rows: x[rows], backend="hpu_backend", dynamic=False)
 
-        compiled(torch.ones(2, 2, device="hpu"), torch.tensor([1, 0]))
+        with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
+            compiled(torch.ones(2, 2, device="hpu"), torch.tensor([1, 0]))
 
         found = [
             misuse.op for misuse in card.counters.misuses if misuse.kind == "left_out_of_graph"

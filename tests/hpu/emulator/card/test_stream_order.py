@@ -23,7 +23,7 @@ def _found(card: Emulator) -> dict[str, int]:
 
 
 def _copied_aside(x: Tensor) -> tuple[Tensor, Any, Any]:
-    """The target of a copy of `x` on another stream, the stream, and the event of the copy's end."""
+    """The target of a copy of `x` on another stream, the stream, and the event of its end."""
     side, made = _hpu().Stream(), _hpu().Event()
     made.record()
     side.wait_event(made)
