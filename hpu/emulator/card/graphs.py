@@ -123,7 +123,7 @@ class HPUGraph:
         """The stream on which the capture began."""
         self._input_shapes: list[torch.Size] = []
         self._input_twins: list[int] = []
-        """For each marked input the number of the first one that is the same tensor."""
+        """For each marked input the first index at which the same tensor is marked."""
         self._has_user_outputs = False
         self._is_static = True
         self._is_dry = False
@@ -474,7 +474,7 @@ class HPUGraph:
 
 
 def _first_twins(tensors: Sequence[Tensor]) -> list[int]:
-    """For each tensor the number of the first one that is the same object."""
+    """For each tensor the first index at which the same tensor is given."""
     known = [id(given) for given in tensors]
     return [known.index(identity) for identity in known]
 

@@ -74,9 +74,9 @@ ALIASES = {
 
 
 class DtypeRule(NamedTuple):
-    """The dtypes of an op. `inputs`: names of arguments; None: each tensor but `out`."""
+    """The dtypes of an op. `inputs`: names of arguments; empty: each tensor but `out`."""
 
-    inputs: tuple[str, ...] | None
+    inputs: tuple[str, ...]
     dtypes: frozenset[torch.dtype]
 
     def allows(self, given: Arguments, *, has_int64: bool) -> bool:
@@ -89,7 +89,7 @@ class DtypeRule(NamedTuple):
         )
 
     def _found(self, given: Arguments) -> list[torch.dtype]:
-        if self.inputs is None:
+        if not self.inputs:
             named = [value for name, value in given.items() if name != "out"]
             return [value.dtype for value in named if isinstance(value, Tensor)]
         values = [given[name] for name in self.inputs]
@@ -105,17 +105,17 @@ def is_supported(
     if not _is_registered(func):
         return False
     limit, rules = LIMITS.get(func._schema.name), _dtype_rules(func, generation)
-    if limit is None and not rules:
+    if not (limit or rules):
         return True
     given = _named(func, args, kwargs)
-    return (limit is None or limit(given)) and all(
+    return (not limit or limit(given)) and all(
         rule.allows(given, has_int64=has_int64) for rule in rules
     )
 
 
 @functools.cache
-def _dtype_rules(func: Any, generation: str) -> tuple[DtypeRule, ...]:
-    """Rules of an overload: those of its name, and those of the overload alone."""
+def _dtype_rules(func: torch._ops.OpOverload, generation: str) -> tuple[DtypeRule, ...]:
+    """Rules for the name of an op, and for this overload alone."""
     base: str = func._schema.name.partition("::")[2]
     overload = f"{base}.{func._schema.overload_name or 'default'}"
     names = (base, overload, f"{overload}@{generation}")
@@ -130,7 +130,7 @@ def _all_dtype_rules() -> dict[str, list[DtypeRule]]:
         op, _, text = line.partition(" ")
         inputs, _, names = text.partition(": ")
         dtypes = (dtype for name in names.split() for dtype in _dtypes_of(name))
-        named = None if inputs == "all" else tuple(inputs.split("+"))
+        named = () if inputs == "all" else tuple(inputs.split("+"))
         found.setdefault(op, []).append(DtypeRule(named, frozenset(dtypes)))
     return found
 

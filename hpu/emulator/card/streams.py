@@ -212,7 +212,7 @@ class CardEvent:
         """Make a stream wait, not the host. Copies before the event have read their sources when
         that stream goes on."""
         (stream or self._device.current_stream()).stream_state.wait_for(self.seen)
-        if self._state is not None:
+        if self._state:
             self._device.queue.read_until(self._position, self._state)
 
     def query(self) -> bool:

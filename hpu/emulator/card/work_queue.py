@@ -149,9 +149,8 @@ class WorkQueue:
 
 
 def _with_value(copy: Copy) -> Copy:
-    value = copy.read()
-    value = None if value is None else value.clone()
-    return copy._replace(read=lambda: value)
+    found = [value.clone() for value in (copy.read(),) if isinstance(value, Tensor)]
+    return copy._replace(read=lambda: found[0] if found else None)
 
 
 def _later(delay_s: float, work: Callable[[], None]) -> None:
