@@ -27,6 +27,9 @@ from hpu.emulator.ops.fakes import register_fakes
 from hpu.emulator.ops.kernels import define_ops
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 
+RESIZING_FACTORIES = {"arange": ("default", "start", "start_step"), "eye": ("default", "m")}
+"""Overloads of factories."""
+
 
 class Emulator:
     """An installed emulator: its counters, and the phases that a test or a server sets."""
@@ -154,10 +157,11 @@ class Emulator:
         undecomposed = Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
         for name in UNDECOMPOSED:
             undecomposed.impl(name.removeprefix("aten::"), self._undecomposed(name), "HPU")  # type: ignore[no-untyped-call]  # torch's own
-        for overload in ("default", "start", "start_step"):
-            # torch composes it of an empty tensor and a resize, which a wrapper does not follow.
-            name = f"arange.{overload}".removesuffix(".default")
-            undecomposed.impl(name, self._undecomposed("aten::arange", overload), "HPU")  # type: ignore[no-untyped-call]  # torch's own
+        # torch composes these of an empty tensor and a resize, which a wrapper does not follow.
+        for base, overloads in RESIZING_FACTORIES.items():
+            for overload in overloads:
+                name = f"{base}.{overload}".removesuffix(".default")
+                undecomposed.impl(name, self._undecomposed(f"aten::{base}", overload), "HPU")  # type: ignore[no-untyped-call]  # torch's own
         return fallback, undecomposed
 
     def _undecomposed(self, name: str, overload: str = "default") -> Callable[..., Any]:

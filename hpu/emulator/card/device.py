@@ -3,7 +3,7 @@
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -19,7 +19,7 @@ from hpu.emulator.card.compile_only import CompileOnly
 from hpu.emulator.card.counters import Counters
 from hpu.emulator.card.memory import Allocation, Memory
 from hpu.emulator.card.recipes import Recipes, Segment
-from hpu.emulator.card.streams import CardStream, LaunchClock, StreamState, WriteClock
+from hpu.emulator.card.streams import CardStream, LaunchClock, StreamClock, StreamState
 from hpu.emulator.card.tensor import (
     HpuTensor,
     Lifetime,
@@ -133,9 +133,9 @@ class Device:
             config.late_copy_seed,
             stages_uploads=not self.has_fault("uploads"),
         )
-        self.clock = WriteClock()
+        self.clock = StreamClock()
         self.launches = LaunchClock(config.launch_submit_s)
-        self._default_stream = StreamState(self.clock, is_default=True)
+        self._default_stream = StreamState(self.clock)
         self._streams = threading.local()
         """The current stream of each thread, like in the runtime."""
         self.current_stream: Callable[[], CardStream] = lambda: CardStream(
@@ -218,9 +218,11 @@ class Device:
         self._check_lifetimes(op, args, on_device)
         if op.writes:
             self._check_view_write(name, args, kwargs)
-        if not self.stream_state.is_default:
-            for tensor in on_device:
-                self.stream_state.check(tensor, name, self.counters.misuse)
+        if not (op.is_view or op.is_empty or (op.is_copy and _is_upload(args))):
+            used = {tensor.allocation for tensor in on_device}
+            targets = _targets(func, args, kwargs) if op.writes else []
+            writes = {target.allocation for target in targets}
+            self.use(used - writes, writes, name)
         if name == "aten::copy_" and not isinstance(args[0], HpuTensor):
             return self._to_host(args[0], args[1], _non_blocking(args, kwargs, 2))
         if name == "aten::_to_copy" and _goes_to_cpu(kwargs):
@@ -236,6 +238,10 @@ class Device:
         if len(on_device) < len(given) and not op.may_mix_devices:
             _check_devices(name, given)
         return self._launch(func, op, args, kwargs, on_device, lazy)
+
+    def use(self, reads: Iterable[Allocation], writes: Collection[Allocation], op: str) -> None:
+        """Note that the current stream reads and writes storages."""
+        self.stream_state.use(reads, writes, op, self.counters.misuse)
 
     def close_segment(self) -> None:
         """End the lazy segment, or this part of a compiled region, and launch it."""
@@ -258,11 +264,12 @@ class Device:
         if self.in_step:
             self.counters.misuse("host_sync", "the host waits for the device inside a step", op)
         self.queue.complete_all()
+        self.clock.finish_all()
         self.launches.finish(self.launches.launched)
 
     def new_stream(self) -> StreamState:
         """The state of a new stream."""
-        return StreamState(self.clock, is_default=False)
+        return StreamState(self.clock)
 
     def count_event_wait(self) -> None:
         """Count a host wait for an event, which is allowed inside a step."""
@@ -273,6 +280,7 @@ class Device:
         self.acquisition.touch()
         self.close_segment()
         self.queue.complete_all()
+        self.clock.finish_all()
         self.launches.finish(self.launches.launched)
 
     @contextmanager
@@ -387,8 +395,10 @@ class Device:
             elif not op.writes:
                 self.only_compiled.created(outs, given)
         if not op.is_view:
+            # Launches wait for uploads to their inputs without an event.
+            writer = self._default_stream if is_upload else self.stream_state
             for out in outs:
-                self.clock.mark_written(out.allocation)
+                writer.note_write(out.allocation)
         if name in ("aten::copy_", "aten::_to_copy"):
             self._check_fp8(name, outs)
         if recording is not None:
@@ -475,6 +485,11 @@ class Device:
                 else:
                     found = HpuTensor(value, self, base.allocation, base.lifetime)
                     found.is_view = base.is_view or not op.is_alias
+            elif found.shape != value.shape:
+                raise RuntimeError(
+                    f"{op.name}: the emulator does not resize tensors, here from "
+                    f"{tuple(found.shape)} to {tuple(value.shape)}"
+                )
             outs.append(found)
             return found
 
@@ -486,7 +501,9 @@ class Device:
             return False
         if name in config.unsupported or name in config.extra_supported:
             return name in config.extra_supported
-        return registry.is_supported(func, args, kwargs)
+        return registry.is_supported(
+            func, args, kwargs, config.generation, has_int64=self.variables.int64()
+        )
 
     def _fall_back(self, name: str) -> None:
         """The op runs on the host, after everything before it."""

@@ -9,7 +9,7 @@ filled with garbage.
 import gc
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -114,11 +114,17 @@ class HPUGraph:
         self._input_slots: list[int | None] = []
         self._used: weakref.WeakSet[Allocation] = weakref.WeakSet()
         """Storages that every replay reads or writes, except the inputs."""
+        self._written: weakref.WeakSet[Allocation] = weakref.WeakSet()
+        """Storages that every replay changes in place, except the inputs."""
+        self._written_inputs: set[int] = set()
+        """Slots of inputs that every replay changes in place."""
         self._results: list[tuple[int, Tensor]] = []
         """Slots, and the tensors that must have the slots' values after a replay."""
         self._stream: StreamState | None = None
         """The stream on which the capture began."""
         self._input_shapes: list[torch.Size] = []
+        self._input_twins: list[int] = []
+        """For each marked input the first index at which the same tensor is marked."""
         self._has_user_outputs = False
         self._is_static = True
         self._is_dry = False
@@ -211,6 +217,8 @@ class HPUGraph:
             )
         # The schemas of collectives do not declare that they write to their arguments.
         is_mutable = func._schema.is_mutable or name.startswith("c10d::")
+        if is_mutable:
+            self._written.update(out.allocation for out in outs)
         is_view = not is_mutable and all(storage_of(out.host) in shared for out in outs)
         is_static = bool(outs) and (is_view or name in rules.EMPTY)
         self._steps.append(Step(func, slot_args, slot_kwargs, results, constants, is_static))
@@ -221,6 +229,7 @@ class HPUGraph:
             raise RuntimeError("mark_user_inputs must be called while capturing is in progress")
         self._marked = list(tensors)
         self._input_shapes += [given.shape for given in tensors]
+        self._input_twins = _first_twins(tensors)
 
     def _match_inputs(self) -> None:
         """Find the marked inputs among the tensors that were read. The runtime compares identities.
@@ -232,6 +241,9 @@ class HPUGraph:
                 slot = self._slot_of.get(id(given.host))
             if slot is not None and isinstance(given, HpuTensor):
                 self._used.discard(given.allocation)
+                if given.allocation in self._written:
+                    self._written.discard(given.allocation)
+                    self._written_inputs.add(slot)
                 if self._device.has_fault("graph-views"):
                     self._first_inputs[slot] = given.host.clone()
             self._input_slots.append(slot)
@@ -284,7 +296,7 @@ class HPUGraph:
 
     def replay(self, asynchronous: bool = False) -> None:
         """Run on the current contents of the captured tensors."""
-        self._count(())
+        self._count((), ())
         if self._device.skips_launch("replay") or self._device.has_fault("graph-replay"):
             return
         if self._is_static:
@@ -308,12 +320,19 @@ class HPUGraph:
                     "HPU GRAPH:: Mark User Input Sizes is not same Replay Input Sizes: "
                     f"{tuple(given.shape)} for {tuple(shape)}"
                 )
+        if _first_twins(tensors) != self._input_twins:
+            text = "tensors are the same in a replay and were not in the capture, or the reverse"
+            self._device.counters.misuse("aliased_inputs", text, "replayV3")
         bound = {
             slot: given
             for slot, given in zip(self._input_slots, tensors, strict=True)
             if slot is not None and isinstance(given, HpuTensor)
         }
-        self._count(given.allocation for given in bound.values())
+        inputs = {slot: given.allocation for slot, given in bound.items()}
+        self._count(
+            inputs.values(),
+            [storage for slot, storage in inputs.items() if slot in self._written_inputs],
+        )
         if self._device.skips_launch("replayV3") or self._device.has_fault("graph-replay"):
             return
         if self._device.has_fault("graph-inputs"):
@@ -328,7 +347,9 @@ class HPUGraph:
                 self._table[slot] = None
 
     def __del__(self) -> None:
-        self._end_other_capture()
+        # An object whose constructor refused has no device.
+        if hasattr(self, "_device"):
+            self._end_other_capture()
 
     def _end_other_capture(self) -> None:
         """The destruction of any graph ends the capture in progress: the captured graph lacks what
@@ -353,8 +374,8 @@ class HPUGraph:
         self._results.clear()
         self._graph_memory = None
 
-    def _count(self, inputs: Iterable[Allocation]) -> None:
-        """Count a launch that reads the storages `inputs`."""
+    def _count(self, inputs: Collection[Allocation], written: Iterable[Allocation]) -> None:
+        """Count a launch that reads the storages `inputs`, and changes `written`."""
         if self._device.recording is not None:
             raise RuntimeError("an hpu graph cannot be replayed during hpu graph capturing")
         self._device.acquisition.touch()
@@ -364,8 +385,8 @@ class HPUGraph:
             for graph in self._device.graphs:
                 if graph is not self:
                     graph.spoil_outputs()
-        for block in self._allocations:
-            self._device.clock.mark_written(block)
+        writes = {*self._written, *self._allocations, *written}
+        self._device.use(({*self._used, *inputs} - writes), writes, "replay")
         for used in (*self._used, *self._allocations, *inputs):
             self._device.launches.use(used)
         self._device.launches.launch()
@@ -466,6 +487,12 @@ class HPUGraph:
             self._slot_of[id(inner)] = slot
             self._table.append(inner)
         return slot
+
+
+def _first_twins(tensors: Sequence[Tensor]) -> list[int]:
+    """For each tensor the first index at which the same tensor is given."""
+    known = [id(given) for given in tensors]
+    return [known.index(identity) for identity in known]
 
 
 class GraphContext:

@@ -5,15 +5,21 @@ from hpu.emulator.settings import EmulatorConfig
 
 class Allocation:
     """Device bytes, in use as long as this object lives; views share the allocation of their base.
-    `last_write`: WriteClock count at the default stream's last write; `last_launch`: number of the
-    last launch that read or wrote the bytes."""
+    `last_write`: StreamClock time of the last write, by the stream with the key `last_writer`;
+    `last_reads`: time of the last read by the key of its stream; `last_launch`: number of the last
+    launch that read or wrote the bytes."""
 
-    __slots__ = ("__weakref__", "last_launch", "last_write", "memory", "size")
+    __slots__ = (
+        *("__weakref__", "memory", "size"),
+        *("last_launch", "last_reads", "last_write", "last_writer"),
+    )
 
     def __init__(self, memory: "Memory", size: int) -> None:
         self.memory = memory
         self.size = size
         self.last_write = 0
+        self.last_writer = 0
+        self.last_reads: dict[int, int] = {}
         self.last_launch = 0
 
     def __del__(self) -> None:

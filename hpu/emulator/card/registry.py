@@ -5,14 +5,20 @@ release 1.19) registers for the device: the keys of its scripts/hpu_op.yaml, the
 scripts/ops_list/ops.hpu, and `matmul` of kernels_register.cpp. An op outside of it runs if torch
 composes it of others, and falls back to the host otherwise. LIMITS are the bridge's own fallback
 checks (hpu_ops/**/*_gen.cpp).
+
+`registered_dtypes.txt` lists the dtypes of ops, as in the last hpu_op.yaml that names them (release
+1.19). In the newest state (2025) only the norms keep their list: the runtime's kernels, whose
+sources are closed, decide for the other ops, so the last published list counts for all releases.
+bmm, baddbmm, linear, mv and dot run on the matrix unit, like mm, whose list they have.
 """
 
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 NAMESPACES = ("hpu", "c10d", "_c10d_functional", "prims")
 """All ops of these run on the card."""
@@ -59,12 +65,78 @@ LIMITS: dict[str, Callable[[Arguments], bool]] = {
 """Whether the card runs the op with these arguments."""
 
 
-def is_supported(func: Any, args: tuple[Any, ...], kwargs: Arguments) -> bool:
-    """Whether the card runs the overload `func` itself with these arguments."""
+ALIASES = {
+    "float8": (torch.float8_e4m3fn, torch.float8_e5m2),
+    # The bridge adds these to each list that has the other type (scripts/gen_op.py).
+    "int8": (torch.int8, torch.bool),
+}
+"""Names in `registered_dtypes.txt` that mean several dtypes."""
+
+
+class DtypeRule(NamedTuple):
+    """The dtypes of an op. `inputs`: names of arguments; empty: each tensor but `out`."""
+
+    inputs: tuple[str, ...]
+    dtypes: frozenset[torch.dtype]
+
+    def allows(self, given: Arguments, *, has_int64: bool) -> bool:
+        """Whether the arguments are of these dtypes: several named arguments have the dtype to
+        which torch promotes them. `has_int64`: whether int64 has 64 bits, else it is int32."""
+        return all(
+            dtype in self.dtypes
+            or (dtype == torch.int64 and not has_int64 and torch.int32 in self.dtypes)
+            for dtype in self._found(given)
+        )
+
+    def _found(self, given: Arguments) -> list[torch.dtype]:
+        if not self.inputs:
+            named = [value for name, value in given.items() if name != "out"]
+            return [value.dtype for value in named if isinstance(value, Tensor)]
+        values = [given[name] for name in self.inputs]
+        if len(values) == 1:
+            return [values[0].dtype] if isinstance(values[0], Tensor) else []
+        return [torch.result_type(*values)]
+
+
+def is_supported(
+    func: Any, args: tuple[Any, ...], kwargs: Arguments, generation: str, *, has_int64: bool
+) -> bool:
+    """Whether the card runs the overload `func` itself with these arguments on host tensors."""
     if not _is_registered(func):
         return False
-    limit = LIMITS.get(func._schema.name)
-    return limit is None or limit(_named(func, args, kwargs))
+    limit, rules = LIMITS.get(func._schema.name), _dtype_rules(func, generation)
+    if not (limit or rules):
+        return True
+    given = _named(func, args, kwargs)
+    return (not limit or limit(given)) and all(
+        rule.allows(given, has_int64=has_int64) for rule in rules
+    )
+
+
+@functools.cache
+def _dtype_rules(func: torch._ops.OpOverload, generation: str) -> tuple[DtypeRule, ...]:
+    """Rules for the name of an op, and for this overload alone."""
+    base: str = func._schema.name.partition("::")[2]
+    overload = f"{base}.{func._schema.overload_name or 'default'}"
+    names = (base, overload, f"{overload}@{generation}")
+    return tuple(rule for name in names for rule in _all_dtype_rules().get(name, ()))
+
+
+@functools.cache
+def _all_dtype_rules() -> dict[str, list[DtypeRule]]:
+    """Rules by the op's name, with an overload and a generation if they are of these alone."""
+    found: dict[str, list[DtypeRule]] = {}
+    for line in Path(__file__).with_name("registered_dtypes.txt").read_text().splitlines():
+        op, _, text = line.partition(" ")
+        inputs, _, names = text.partition(": ")
+        dtypes = (dtype for name in names.split() for dtype in _dtypes_of(name))
+        named = () if inputs == "all" else tuple(inputs.split("+"))
+        found.setdefault(op, []).append(DtypeRule(named, frozenset(dtypes)))
+    return found
+
+
+def _dtypes_of(name: str) -> tuple[torch.dtype, ...]:
+    return ALIASES.get(name) or (getattr(torch, name),)
 
 
 @functools.cache

@@ -23,8 +23,10 @@ DATA_SHAPED = _names("""
 """Ops whose output shape depends on data, so that the host must wait for it."""
 
 RANDOM = _names("""
-    uniform_ normal_ random_ exponential_ bernoulli_ multinomial randperm bernoulli
-    native_dropout geometric_ cauchy_ log_normal_ normal poisson
+    uniform uniform_ normal normal_ random random_ exponential exponential_ bernoulli bernoulli_
+    geometric geometric_ cauchy cauchy_ log_normal log_normal_ multinomial randperm poisson
+    native_dropout _fused_dropout rrelu_with_noise rrelu_with_noise_
+    rand rand_like randn randn_like randint randint_like
 """)
 
 VIEWS = _names("""
@@ -42,7 +44,14 @@ EMPTY = _names("empty empty_strided empty_like new_empty new_empty_strided")
 UNDECOMPOSED = ("aten::one_hot", "aten::scaled_dot_product_attention")
 """Composite ops that the device runs undecomposed."""
 
-UNSUPPORTED_DTYPES = frozenset((torch.float64, torch.complex64, torch.complex128, torch.complex32))
+SUPPORTED_DTYPES = frozenset(
+    (
+        *(torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+)
+"""Types that the runtime knows (pytorch_to_synapse_type in the bridge's create_tensor.cpp). It
+would take float64 as float32."""
 
 Report = Callable[[str, str, str], None]
 """Called with (kind, text, op) if data, not shapes, break a rule."""
@@ -305,7 +314,7 @@ def _report(name: str, low: int, high: int, size: int, report: Report) -> None:
 
 def check_dtype(tensor: Tensor, name: str) -> None:
     """RuntimeError for a dtype that the device does not support."""
-    if tensor.dtype in UNSUPPORTED_DTYPES:
+    if tensor.dtype not in SUPPORTED_DTYPES:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise RuntimeError(f"{name}: tensor type {kind} is not supported by hpu")
 

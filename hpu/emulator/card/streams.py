@@ -8,7 +8,7 @@ becomes visible in the data.
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -20,16 +20,34 @@ from hpu.emulator.card.work_queue import WorkQueue
 ReportMisuse = Callable[[str, str, str], None]
 
 
-class WriteClock:
-    """Counts the writes of the default stream."""
+Times = dict[int, int]
+"""By the key of a stream: the time up to which its work is known to be done."""
+
+
+class StreamClock:
+    """Numbers the operations of all streams."""
 
     def __init__(self) -> None:
         self.now = 0
+        self.done: Times = {}
+        """Work of each stream for which the host has waited."""
+        self._num_streams = 0
 
-    def mark_written(self, allocation: Allocation) -> None:
-        """Record a write of the default stream to a storage."""
-        self.now += 1
-        allocation.last_write = self.now
+    def new_stream(self) -> int:
+        """Key of a new stream; 0: the default stream."""
+        self._num_streams += 1
+        return self._num_streams - 1
+
+    def finish_all(self) -> None:
+        """The host has waited for all streams."""
+        self.done = dict.fromkeys(range(self._num_streams), self.now)
+
+
+def merge(times: Times, other: Times) -> None:
+    """Raise each time in `times` to the time in `other`."""
+    for key, time_ in other.items():
+        if time_ > times.get(key, 0):
+            times[key] = time_
 
 
 class LaunchClock:
@@ -77,41 +95,72 @@ class LaunchClock:
 
 
 class StreamState:
-    """Order of a stream relative to the default stream: it has waited for the default stream's
-    writes up to `seen`."""
+    """Order of a stream relative to the others: what it has waited for. Key 0 is the default
+    stream."""
 
-    def __init__(self, clock: WriteClock, *, is_default: bool) -> None:
+    def __init__(self, clock: StreamClock) -> None:
         self._clock = clock
-        self.is_default = is_default
-        self._seen = 0
+        self._key = clock.new_stream()
+        self._waited: Times = {}
 
     @property
-    def seen(self) -> int:
-        return self._clock.now if self.is_default else self._seen
+    def is_default(self) -> bool:
+        return self._key == 0
 
-    def wait_for(self, seen: int) -> None:
-        self._seen = max(self._seen, seen)
+    @property
+    def seen(self) -> Times:
+        """What this stream's next operation comes after."""
+        return {**self._waited, self._key: self._clock.now}
 
-    def check(self, source: HpuTensor, op: str, misuse: ReportMisuse) -> None:
-        """Report a read of `source` by `op` that is not ordered after its last write."""
-        if source.allocation.last_write > self.seen:
-            text = "a stream reads what the default stream wrote, without waiting for its event"
-            misuse("stream_order", text, op)
+    def wait_for(self, seen: Times) -> None:
+        merge(self._waited, seen)
+
+    def use(
+        self,
+        reads: Iterable[Allocation],
+        writes: Collection[Allocation],
+        op: str,
+        misuse: ReportMisuse,
+    ) -> None:
+        """Note an operation of this stream. Report a read of what another stream wrote, or a write
+        to what it reads or wrote, if this stream has not waited for the other one."""
+        for used in (*reads, *writes):
+            if not self._is_after(used.last_writer, used.last_write):
+                other = "the default stream" if used.last_writer == 0 else "another stream"
+                text = f"a stream uses what {other} wrote, without waiting for its event"
+                misuse("stream_order", text, op)
+                break
+        for written in writes:
+            if not all(self._is_after(key, at) for key, at in written.last_reads.items()):
+                text = "a stream writes what another stream reads, without waiting for its event"
+                misuse("stream_overwritten", text, op)
+                break
+        self._clock.now += 1
+        for used in reads:
+            used.last_reads[self._key] = self._clock.now
+        for written in writes:
+            written.last_reads.clear()
+            self.note_write(written)
+
+    def note_write(self, allocation: Allocation) -> None:
+        """Note a write that needs no event."""
+        allocation.last_write, allocation.last_writer = self._clock.now, self._key
+
+    def _is_after(self, key: int, at: int) -> bool:
+        """Whether this stream's next operation comes after work of a stream at time `at`."""
+        return key == self._key or at <= max(self._waited.get(key, 0), self._clock.done.get(key, 0))
 
     def deferred_check(
         self, source: HpuTensor, op: str, misuse: ReportMisuse
     ) -> Callable[[], bool]:
         """Function that returns, when a copy of this stream runs, whether `source` still exists. It
-        reports a source that was freed or overwritten."""
-        allocation, last_write = weakref.ref(source.allocation), source.allocation.last_write
+        reports a source that was freed."""
+        allocation = weakref.ref(source.allocation)
 
         def is_valid() -> bool:
             found = allocation()
             if found is None:
                 misuse("stream_freed", "the source was freed before another stream copied it", op)
-            elif found.last_write != last_write:
-                text = "the source was overwritten before another stream copied it"
-                misuse("stream_overwritten", text, op)
             return found is not None
 
         return is_valid
@@ -122,6 +171,7 @@ class Card(Protocol):
 
     acquisition: Acquisition
     queue: WorkQueue
+    clock: StreamClock
     launches: LaunchClock
     stream_state: StreamState
 
@@ -144,7 +194,7 @@ class CardEvent:
         self._position = 0
         self._launched = 0
         self._moment_s = 0.0
-        self.seen = 0
+        self.seen: Times = {}
 
     def record(self, stream: "CardStream | None" = None) -> None:
         """Record the event. Like in the runtime, this ends the segment only in the current stream
@@ -159,8 +209,11 @@ class CardEvent:
         self.seen = self._state.seen
 
     def wait(self, stream: "CardStream | None" = None) -> None:
-        """Make a stream wait, not the host."""
+        """Make a stream wait, not the host. Copies before the event have read their sources when
+        that stream goes on."""
         (stream or self._device.current_stream()).stream_state.wait_for(self.seen)
+        if self._state:
+            self._device.queue.read_until(self._position, self._state)
 
     def query(self) -> bool:
         """Always True: the emulated card has finished its work when it is queried."""
@@ -184,6 +237,7 @@ class CardEvent:
         if self._state is None:
             return
         self._device.queue.complete_until(self._position, self._state)
+        merge(self._device.clock.done, self.seen)
         if self._state.is_default:
             self._device.launches.finish(self._launched)
 
@@ -201,7 +255,7 @@ class CardStream:
         event.wait(self)
 
     def wait_stream(self, stream: "CardStream") -> None:
-        self.stream_state.wait_for(stream.stream_state.seen)
+        stream.record_event().wait(self)
 
     def record_event(self, event: CardEvent | None = None) -> CardEvent:
         event = event or CardEvent(self._device, False)

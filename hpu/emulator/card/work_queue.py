@@ -95,6 +95,13 @@ class WorkQueue:
         """The number of copies submitted so far."""
         return self._submitted
 
+    def read_until(self, position: int, stream: object) -> None:
+        """The stream's copies up to `position` have read their sources, as they are now."""
+        self._copies = deque(
+            _with_value(copy) if copy.stream is stream and copy.position <= position else copy
+            for copy in self._copies
+        )
+
     def complete_until(self, position: int, stream: object) -> None:
         """Complete the stream's copies up to `position`."""
         self._report_changed_sources()
@@ -139,6 +146,11 @@ class WorkQueue:
             _later(moments[1], lambda: _write(target[half:], staged[half:]))
         else:
             _later(moments[1], lambda: _write(target, staged))
+
+
+def _with_value(copy: Copy) -> Copy:
+    found = [value.clone() for value in (copy.read(),) if isinstance(value, Tensor)]
+    return copy._replace(read=lambda: found[0] if found else None)
 
 
 def _later(delay_s: float, work: Callable[[], None]) -> None:

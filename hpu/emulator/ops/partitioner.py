@@ -61,17 +61,24 @@ def _reason_of_index(node: Node, is_dynamic: bool) -> str:
     dims = _value_of(node).dim()
     if dims <= MAX_INDEXED_DIMS and dims == len(indices):
         return ""
-    return "a dimension without index before an index" if None in indices else ""
+    return _reason_of_indices(indices)
 
 
 def _reason_of_put(node: Node, is_dynamic: bool) -> str:
     if is_dynamic:
         return "indices with symbolic shapes"
     indices = _indices_of(node)
-    if None in indices:
-        return "a dimension without index before an index"
+    if reason := _reason_of_indices(indices):
+        return reason
     masks = [index for index in indices if index and _dtype_of(index) == torch.bool]
     return f"{len(masks)} masks as indices" if len(masks) > 1 else ""
+
+
+def _reason_of_indices(indices: list[Node | None]) -> str:
+    if None in indices:
+        return "a dimension without index before an index"
+    on_host = [index for index in indices if index and _value_of(index).device.type != "hpu"]
+    return "an index on the host" if on_host else ""
 
 
 def _indices_of(node: Node) -> list[Node | None]:

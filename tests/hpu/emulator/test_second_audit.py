@@ -1,0 +1,160 @@
+"""Small programs that a card refuses, or runs otherwise, and that the emulator once let pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from emulated import emulated
+from torch import Tensor
+
+
+def _wrapped(function: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+    found: Callable[..., Tensor] = torch.hpu.wrap_in_hpu_graph_func(function, **options)  # type: ignore[attr-defined]  # the emulator's
+    return found
+
+
+def _ones(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.ones(*(shape or (4,)), dtype=dtype, device="hpu")
+
+
+OF_DTYPES: dict[str, Callable[[], object]] = {
+    "nan_to_num": lambda: _ones(torch.float16).nan_to_num(),
+    "sum": lambda: _ones(torch.int16).sum(),
+    "roll": lambda: _ones(torch.float16).roll(1),
+    "floor_divide": lambda: _ones(torch.int16) // 2,
+    "mm": lambda: _ones(torch.int32, 2, 2) @ _ones(torch.int32, 2, 2),
+    "bmm": lambda: _ones(torch.int8, 1, 2, 2) @ _ones(torch.int8, 1, 2, 2),
+    "repeat": lambda: _ones(torch.int16).repeat(2),
+    "index_add_": lambda: _ones(torch.int8).index_add_(
+        0, torch.zeros(1, dtype=torch.int32, device="hpu"), _ones(torch.int8, 1)
+    ),
+    "native_group_norm": lambda: torch.nn.functional.group_norm(_ones(torch.float16, 1, 2, 3), 1),
+}
+
+
+@pytest.mark.parametrize("name", OF_DTYPES)
+def test_dtypes_outside_of_the_bridges_list_fall_back(name: str) -> None:
+    with emulated() as card:
+        OF_DTYPES[name]()
+
+        assert card.counters.fallback_ops == {name: 1}
+
+
+def test_dtypes_of_the_bridges_list_run_on_the_card() -> None:
+    with emulated(strict=True):
+        _ones(torch.float32).nan_to_num()
+        _ones(torch.bool).sum()
+        _ones(torch.int16).roll(1)
+        torch.nn.functional.pad(_ones(torch.int16), (0, 1))
+        _ones(torch.int32) // 2
+        _ones(torch.float16, 2, 2) @ _ones(torch.float16, 2, 2)
+
+
+@pytest.mark.parametrize(("lazy", "fallbacks"), [(True, 0), (False, 1)])
+def test_int64_counts_as_int32_where_it_has_32_bits(lazy: bool, fallbacks: int) -> None:
+    with emulated(lazy=lazy) as card:
+        _ones(torch.int64).roll(1)
+
+        assert card.counters.counts["fallbacks"] == fallbacks
+
+
+@pytest.mark.parametrize(("generation", "fallbacks"), [("gaudi2", 0), ("gaudi3", 1)])
+def test_lists_differ_by_generation(generation: str, fallbacks: int) -> None:
+    with emulated(lazy=False, generation=generation) as card:
+        torch.nn.functional.pad(_ones(torch.int64), (0, 1))
+
+        assert card.counters.counts["fallbacks"] == fallbacks
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint16, torch.uint32, torch.float8_e4m3fnuz, torch.float8_e8m0fnu],
+    ids=lambda dtype: str(dtype).removeprefix("torch."),
+)
+def test_types_that_the_runtime_does_not_know_are_refused(dtype: torch.dtype) -> None:
+    with emulated(), pytest.raises(RuntimeError, match="is not supported by hpu"):
+        torch.ones(2).to(dtype).to("hpu")
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 5),
+    "normal": lambda x: torch.normal(x, 1.0),
+    "rrelu": lambda x: torch.nn.functional.rrelu(x, training=True),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_each_random_operator_in_a_graph_is_counted(name: str) -> None:
+    with emulated() as card:
+        _wrapped(lambda x: DRAWS[name](x) + 1)(torch.ones(4, device="hpu"))
+
+        assert card.counters.counts["random_in_graph"] == 1
+
+
+RESIZES: dict[str, Callable[[Tensor], object]] = {
+    "resize_": lambda x: x.resize_(8),
+    "set_": lambda x: x.set_(torch.zeros(8, device="hpu")),
+    "out": lambda x: torch.add(torch.ones(8, device="hpu"), 1, out=x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("name", RESIZES)
+def test_a_tensor_that_changes_its_size_is_refused(name: str) -> None:
+    with emulated(), pytest.raises(RuntimeError, match="the emulator does not resize tensors"):
+        RESIZES[name](torch.ones(4, device="hpu"))
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_factories_give_tensors_of_their_shape(lazy: bool) -> None:
+    with emulated(lazy=lazy, strict=True):
+        assert torch.eye(2, device="hpu").shape == (2, 2)
+        assert torch.eye(2, 3, device="hpu").shape == (2, 3)
+        assert torch.linspace(0, 1, 5, device="hpu").shape == (5,)
+        assert torch.full((2,), 3, device="hpu").shape == (2,)
+        assert torch.tril(torch.ones(3, 3, device="hpu")).shape == (3, 3)
+
+
+@pytest.mark.parametrize("captured_alias", [True, False])
+def test_inputs_that_are_one_tensor_only_in_the_capture_or_only_in_a_replay_are_counted(
+    captured_alias: bool,
+) -> None:
+    with emulated() as card:
+        graph = _wrapped(lambda a, b: a + b, disable_tensor_cache=True)
+        x, y = torch.ones(2, device="hpu"), torch.ones(2, device="hpu")
+
+        graph(*((x, x) if captured_alias else (x, y)))
+        before = card.counters.counts["aliased_inputs"]
+        graph(*((x, y) if captured_alias else (x, x)))
+
+        assert (before, card.counters.counts["aliased_inputs"]) == (0, 1)
+
+
+def test_an_index_on_the_host_divides_a_compiled_graph() -> None:
+    with emulated(lazy=False) as card, torch.inference_mode():
+        compiled = torch.compile(lambda x, rows: x[rows], backend="hpu_backend", dynamic=False)
+
+        with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
+            compiled(torch.ones(2, 2, device="hpu"), torch.tensor([1, 0]))
+
+        found = [
+            misuse.op for misuse in card.counters.misuses if misuse.kind == "left_out_of_graph"
+        ]
+        assert found == ["index"]
+
+
+def test_a_graph_on_another_stream_must_wait_for_its_inputs() -> None:
+    with emulated() as card:
+        hpu: Any = torch.hpu  # type: ignore[attr-defined]  # the emulator's
+        graph, x = hpu.HPUGraph(), torch.ones(2, device="hpu") * 2
+        with hpu.graph(graph):
+            y = x + 1
+
+        with hpu.stream(hpu.Stream()):
+            graph.replay()
+
+        assert card.counters.counts["stream_order"] == 1
+        assert y.shape == (2,)
