@@ -177,6 +177,14 @@ def test_the_values_of_a_flag_in_a_table_are_those_of_the_flag() -> None:
     assert [(flag, value) for flag, value in found if value not in choices[flag]] == []
 
 
+@pytest.mark.parametrize("key", ["tool-call-parser", "reasoning-parser"])
+def test_the_table_of_parsers_has_every_name(key: str) -> None:
+    (flag,) = (flag for flag in FLAGS if flag.key == key)
+    found = {value for name, value in values_of_flags() if name == f"--{key}"}
+
+    assert {name for name in flag.setting.choices or () if name not in ("auto", "none")} <= found
+
+
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_table_is_broken(page: Path) -> None:
     assert broken_rows(prose(page)) == []

@@ -13,6 +13,8 @@ from config.loading.vllm_flags import ABSENT, MODEL, NUMBER, SHORT_FORMS, SWITCH
 from config.model.architectures import ARCHITECTURES
 
 DOCS = Path(__file__).parents[2] / "docs"
+MAX_LISTED_CHOICES = 12
+"""Only the parsers have more choices; tools.md lists their names with the formats."""
 _LIMITS = ("MIN", "STEP", "MAX", "PAD_MAX", "PAD_PERCENT")
 _VENDOR_LIMIT = re.compile(rf"(VLLM_\w+_BUCKET)_({'|'.join(_LIMITS)})")
 _LIMIT = re.compile(r"([\w-]+-bucket)-(min|step|max|pad-max|pad-percent)")
@@ -34,7 +36,9 @@ def settings() -> str:
 def _setting(flag: Flag) -> tuple[str, ...]:
     setting = flag.setting
     text = setting.help
-    if setting.choices:
+    if len(setting.choices) > MAX_LISTED_CHOICES:
+        text += "; [names](tools.md#parsers)"
+    elif setting.choices:
         text += f": {_listed(setting.choices)}"
     if len(flag.names) > 1:
         text += f"; also {_listed(f'--{name}' for name in flag.names[1:])}"
@@ -78,16 +82,20 @@ def variables() -> str:
         f"## Variables that set a flag\n\n{table}\n",
         f"## Variables of bucket ranges\n\n{_vendor_ranges()}\n",
     ]
-    groups: dict[str, dict[str, list[VendorVariable]]] = {}
+    reasons: dict[str, list[VendorVariable]] = {}
     for variable in vendor_variables():
         if variable.flag is None:
-            reasons = groups.setdefault(variable.group, {})
             reasons.setdefault(variable.reason, []).append(variable)
-    heads = ("variable", "default there", "meaning", "here")
-    for group, reasons in groups.items():
-        rows = [_unread(variables, reason) for reason, variables in reasons.items()]
-        parts.append(f"## {group}: no flag\n\n{_table(heads, rows)}\n")
-    return "".join(parts)
+    unread = [
+        (
+            _listed(variable.name for variable in equal),
+            "; ".join(dict.fromkeys(variable.meaning for variable in equal)),
+            reason,
+        )
+        for reason, equal in reasons.items()
+    ]
+    table = _table(("variable", "meaning there", "here"), unread)
+    return "".join((*parts, f"## Variables without a flag\n\n{table}\n"))
 
 
 def _flag_of(flag: Flag, name: str) -> str:
@@ -102,13 +110,6 @@ def _vendor_ranges() -> str:
         if found := _VENDOR_LIMIT.fullmatch(variable.name):
             ranges.setdefault(found[1], []).append(f"`{variable.default}`")
     return _table(heads, [(f"`{stem}_*`", *defaults) for stem, defaults in ranges.items()])
-
-
-def _unread(variables: list[VendorVariable], reason: str) -> tuple[str, ...]:
-    names = _listed(variable.name for variable in variables)
-    defaults = _listed(dict.fromkeys(variable.default for variable in variables))
-    meanings = "; ".join(dict.fromkeys(variable.meaning for variable in variables))
-    return names, defaults, meanings, reason
 
 
 def vllm_flags() -> str:
@@ -158,8 +159,8 @@ def _listed(words: Iterable[str]) -> str:
 
 
 def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [heads, ("---",) * len(heads), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    head, *lines = (f"| {' | '.join(line)} |\n" for line in (heads, *rows))
+    return "".join((head, f"|{'---|' * len(heads)}\n", *lines))
 
 
 PAGES: Mapping[str, Callable[[], str]] = {
