@@ -87,7 +87,7 @@ class ExecutionConfig:
     )
     contiguous_pa: bool | None = setting(
         None,
-        "Decodes read the KV cache as one slice instead of gathering blocks; auto: where it "
+        "Decodes read the KV cache as a single slice instead of gathering blocks; auto: where it "
         "helps and prefix caching is off",
         variables=("VLLM_CONTIGUOUS_PA",),
     )
@@ -106,7 +106,7 @@ class ExecutionConfig:
         choices=("auto", SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES),
     )
     split_qkv: bool = setting(
-        False, "Compute queries, keys and values in three products instead of one"
+        False, "Compute queries, keys and values in three products instead of a single product"
     )
     force_channel_fp8: bool = setting(
         True,
@@ -131,7 +131,7 @@ class ExecutionConfig:
     )
     fused_block_softmax: bool = setting(
         True,
-        "Use the vendor's kernel for block weights in decodes, where the card has it",
+        "Use the vendor's kernel for block weights in decodes, if the card has this kernel",
         variables=("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT",),
     )
     fused_norm_rope: bool = setting(

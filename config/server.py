@@ -84,7 +84,8 @@ class ServerConfig:
         "changes",
     )
     cache_salt_per_key: bool = setting(
-        False, "Share cached prompt prefixes only among requests of one API key; needs --api-key"
+        False,
+        "Share cached prompt prefixes only among requests with the same API key; needs --api-key",
     )
     allowed_origins: tuple[str, ...] = setting(
         (), "Web origin whose pages may call the server; a JSON list, or several times"

@@ -63,7 +63,7 @@ class LoRAConfig:
     lora_extra_targets: tuple[str, ...] = setting(
         (AUTO,),
         "Parts beside linear layers with adapters: some of embedding, head and experts, or "
-        "none; each costs memory and time on a card; auto: those of --lora-modules",
+        "none; each costs memory and time on a card; auto: the parts of --lora-modules",
     )
 
     def __post_init__(self) -> None:

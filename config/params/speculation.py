@@ -136,7 +136,7 @@ class SpeculationConfig:
     )
     speculative_draft_tensor_parallel_size: int | None = setting(
         None,
-        "Devices that the draft model is divided among: those of --tensor-parallel-size",
+        "Devices that the draft model is divided among; must equal --tensor-parallel-size",
         minimum=1,
     )
 
