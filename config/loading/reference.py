@@ -75,7 +75,7 @@ def variables() -> str:
     read = [
         (f"`{variable.name}`", f"`{variable.default}`", _flag_of(*variable.flag))
         for variable in vendor_variables()
-        if variable.flag is not None and not _VENDOR_LIMIT.fullmatch(variable.name)
+        if variable.flag and not _VENDOR_LIMIT.fullmatch(variable.name)
     ]
     table = _table(("variable", "default there", "flag here"), read)
     parts = [
@@ -84,7 +84,7 @@ def variables() -> str:
     ]
     reasons: dict[str, list[VendorVariable]] = {}
     for variable in vendor_variables():
-        if variable.flag is None:
+        if not variable.flag:
             reasons.setdefault(variable.reason, []).append(variable)
     unread = [
         (
