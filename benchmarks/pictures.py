@@ -48,9 +48,9 @@ def bars(title: str, unit: str, series: Sequence[str], rows: Rows) -> str:
     floor = HEIGHT - BOTTOM
     parts = [_text(LEFT, 18, f"{title} ({unit})", size=14, anchor="start")]
     for i, name in enumerate(series):
-        x = LEFT + i * 150
-        parts.append(_bar(x, 28, 12, 12, COLOURS[i], name))
-        parts.append(_text(x + 18, 39, name, anchor="start"))
+        start = LEFT + i * 150
+        parts.append(_bar(start, 28, 12, 12, COLOURS[i], name))
+        parts.append(_text(start + 18, 39, name, anchor="start"))
     for i, (label, values) in enumerate(rows.items()):
         left = LEFT + i * group + group * 0.1
         for j, value in enumerate(values[: len(series)]):
