@@ -53,7 +53,7 @@ def _ranges() -> list[tuple[str, ...]]:
     for flag in FLAGS:
         if found := _LIMIT.fullmatch(flag.key):
             limits.setdefault(found[1], []).append(flag)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for stem, flags in limits.items():
         smallest = flags[0]
         what = smallest.setting.help.removeprefix("Smallest ").partition(";")[0]
