@@ -120,7 +120,11 @@ test-deploy: $(VENV)/.deploy ## Manifests, dashboards and images with kubectl (1
 	{ echo "no $$tool: install kubernetes-client and prometheus of your system"; exit 1; }; done
 	@$(BIN)/python -m pytest -q -m deploy tests/deploy tests/e2e/test_pod_lifecycle.py $(ARGS)
 
-test-docs: $(VENV)/.installed ## The examples of README.md and docs/ as written, some minutes
+$(VENV)/.docs: $(VENV)/.installed
+	@$(PIP) --editable '.[docs]' && touch $@
+
+test-docs: $(VENV)/.docs ## The site of docs/ without a broken link, and its examples as written, some minutes
+	@$(BIN)/python -m mkdocs build --strict --quiet
 	@$(BIN)/python -m pytest -q -m docs tests/test_docs_examples.py $(ARGS)
 
 test-kernels: $(VENV)/.installed ## The compiled kernels under the compiler's sanitizers of addresses and of undefined behaviour

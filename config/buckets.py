@@ -68,21 +68,20 @@ class BucketConfig:
     )
     traffic: str | None = setting(
         None,
-        "Lengths of real requests (JSONL, a /metrics page or a request log), for the strategy "
-        "'fitted', which it selects; none: a mix of chats, code and summaries",
+        "Lengths of real requests (JSONL, a /metrics page or a request log); selects the "
+        "strategy 'fitted'; none: a mix of chats, code and summaries",
         name="bucketing-traffic",
     )
     num_graphs: int | None = setting(
         None,
-        "Maximum number of buckets of the strategy 'fitted', prompts and decodes together; auto: "
-        "13 for each doubling of the blocks of a full context, at most as many as exponential-v3",
+        "Maximum buckets of the strategy 'fitted'; auto: 13 for each doubling of the blocks "
+        "of a full context, at most as many as exponential-v3",
         name="bucketing-graphs",
         minimum=2,
     )
     images: str = setting(
         "auto",
-        "Tiles or patches of images that a launch of the vision tower takes, on a device that "
-        "compiles, with commas between the numbers",
+        "Tiles or patches of images in a launch of the vision tower, separated by commas",
         name="multimodal-buckets",
         variables=("VLLM_MULTIMODAL_BUCKETS",),
     )

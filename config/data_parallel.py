@@ -27,20 +27,19 @@ class DataParallelConfig:
     )
     data_parallel_address: str | None = setting(
         None,
-        "Address of the host with the API servers, where engines of other hosts connect; none: "
-        "all engines are on this host",
+        "Address of the API servers' host, where engines of other hosts connect; none: all "
+        "engines are on this host",
     )
     data_parallel_rpc_port: int = setting(
         29550,
-        "First port on --data-parallel-address; each API server takes one for each engine of "
-        "another host",
+        "First port on --data-parallel-address; each API server uses a port for each engine "
+        "of another host",
         minimum=1,
         maximum=65535,
     )
     data_parallel_rank: int | None = setting(
         None,
-        "Number of the first engine of this host; from 1 on, the host has engines only and no API "
-        "server",
+        "Number of the first engine of this host; from 1 on, the host has no API server",
         aliases=("data-parallel-start-rank",),
         minimum=0,
     )

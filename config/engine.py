@@ -49,35 +49,34 @@ class CacheConfig:
     )
     gpu_memory_utilization: float = setting(
         0.9,
-        "Fraction of the free device memory to use; on CPU at most a quarter is used",
+        "Fraction of the free device memory to use; on CPU at most a quarter",
         aliases=("memory-utilization",),
     )
     kv_cache_memory_bytes: int | None = setting(
         None,
-        "KV-cache size in bytes (4G is 4 GiB); auto: measured, or on CPU what max-num-seqs full "
-        "contexts need, at most a quarter of the free memory",
+        "KV-cache size in bytes (4G is 4 GiB); auto: measured; on CPU max-num-seqs full "
+        "contexts, at most a quarter of the free memory",
         minimum=1,
     )
     cross_attention_images: int = setting(
         1,
-        "Images of one request that a model with cross attention (Llama 3.2 Vision) reads at most; "
-        "each launch has room for them, and the cache for those of up to 16 requests",
+        "Maximum images of a request with cross attention (Llama 3.2 Vision); memory is "
+        "reserved for 16 requests",
         minimum=1,
         maximum=64,
     )
     enable_prefix_caching: bool = setting(True, "Reuse cached blocks of earlier prompts")
     kv_cache_dtype: str = setting(
         "auto",
-        "Data type of the KV cache; auto: that of the model; fp8 (fp8_inc without a calibration is "
-        "the same): e4m3 with the checkpoint's scales, if it has any; int8: with a scale for each "
-        "token and head, on CPU",
+        "Data type of the KV cache; auto: the model's; fp8, fp8_inc: e4m3 with the "
+        "checkpoint's scales; int8: a scale for each token and head, on CPU",
         choices=KV_CACHE_DTYPES,
         spellings=SPELLINGS,
     )
     calculate_kv_scales: bool = setting(
         False,
-        "Calculate the scales of an FP8 KV cache at the start, from the keys and values of random "
-        "tokens, in place of those of the checkpoint",
+        "Calculate the scales of an FP8 KV cache at start from random tokens, instead of the "
+        "checkpoint's",
     )
 
     def __post_init__(self) -> None:
@@ -101,22 +100,21 @@ class SchedulerConfig:
     max_num_seqs: int = setting(32, "Maximum number of sequences that run at once", minimum=1)
     max_num_batched_tokens: int | None = setting(
         None,
-        f"Maximum number of tokens computed in one step; auto: {DEFAULT_TOKEN_BUDGET}, or the "
-        "longest text of a pooling model if it is longer",
+        f"Maximum tokens of a step; auto: {DEFAULT_TOKEN_BUDGET}, or the longest text of a pooling "
+        "model if it is longer",
         minimum=1,
     )
     max_prefill_batch: int | None = setting(
         None,
-        "Maximum number of prompts in one prefill launch; auto: --prompt-bs-bucket-max if it is "
-        "given, else 1, 4 with --use-merged-prefill, or 16 for a pooling model; on CPU, where a "
-        "batch size needs no bucket, as many as the token limit of a step allows",
+        "Maximum prompts in a prefill launch; auto: --prompt-bs-bucket-max, else 1, 4 with "
+        "--use-merged-prefill, 16 for a pooling model; on CPU by the token limit",
         aliases=("max-num-prefill-seqs",),
         minimum=1,
     )
     merged_prefill: bool = setting(
         False,
-        "Put the prompts of a launch, at most --max-prefill-batch, behind each other in one row: "
-        "less padding, but the attention computes all pairs of the row's tokens; on HPU only",
+        "Put the prompts of a launch into one row: less padding, but attention computes all "
+        "pairs of tokens; on HPU only",
         name="use-merged-prefill",
         variables=("VLLM_MERGED_PREFILL",),
     )
@@ -128,13 +126,13 @@ class SchedulerConfig:
     )
     fair_share: bool = setting(
         False,
-        "Share the engine among the API keys by the tokens that each was served: the next request "
-        "is one of the key that had the fewest, within a priority",
+        "Share the engine among API keys: the next request belongs to the key that was "
+        "served the fewest tokens, within a priority",
     )
     max_ttft_s: float = setting(
         0.0,
-        "Answer a request with 503 if its time to first token, as estimated from the prompts ahead "
-        "of it, is longer than this many seconds; 0: no limit",
+        "Answer with 503 if the estimated time to first token exceeds this many seconds; 0: "
+        "no limit",
         name="max-ttft",
         minimum=0,
     )
@@ -189,7 +187,7 @@ class EngineConfig:
     )
     revision: str | None = setting(None, "Branch, tag or commit of a Hugging Face model")
     download_dir: str | None = setting(
-        None, "Folder for models of the Hugging Face hub; none: the hub's own cache (HF_HOME)"
+        None, "Folder for models of the Hugging Face hub; none: the hub's cache (HF_HOME)"
     )
     dtype: str = setting(
         "auto",
@@ -204,40 +202,39 @@ class EngineConfig:
     )
     max_model_len: int | None = setting(
         None,
-        "Maximum number of tokens of prompt and output together; auto: the checkpoint's, on "
+        "Maximum tokens of prompt and output together; auto: the checkpoint's, on "
         "hpu-emulator at most 512",
         minimum=1,
     )
     allow_long_max_model_len: bool = setting(
         False,
-        "Allow a --max-model-len above the checkpoint's own limit, beyond which answers may get "
-        "worse",
+        "Allow a --max-model-len above the checkpoint's limit; answers may get worse",
         variables=("VLLM_ALLOW_LONG_MAX_MODEL_LEN",),
     )
     logprobs_mode: str = setting(
         "raw_logprobs",
-        "Log-probabilities or logits of sampled tokens, before (raw) or after (processed) masks, "
-        "penalties, temperature and filters; of prompt tokens always raw log-probabilities",
+        "Log-probabilities or logits of sampled tokens, before (raw) or after (processed) "
+        "masks, penalties, temperature and filters; prompt tokens always have raw "
+        "log-probabilities",
         choices=LOGPROBS_MODES,
     )
     model_impl: str = setting(
         AUTO,
-        "Code of the model: built in (native), or that of the library transformers; auto: built in "
-        "for the architectures that are",
+        "Code of the model: built in (native) or the library transformers; auto: built in "
+        "where possible",
         choices=MODEL_IMPLS,
         spellings={"vllm": NATIVE},
     )
     load_format: str = setting(
         "auto",
-        "Source of the weights; auto, safetensors: the model's safetensors files, into which a "
-        ".gguf file is converted; dummy: small random weights, from config.json alone, for sizing "
-        "and benchmarks",
+        "Source of the weights; auto, safetensors: safetensors files (a .gguf file is "
+        "converted); dummy: small random weights from config.json alone",
         choices=("auto", "safetensors", DUMMY),
         spellings={"hf": "safetensors", "mistral": "auto"},
     )
     runner: str = setting(
         "auto",
-        "Output of the model: tokens (generate) or vectors (pooling); auto: as its files say",
+        "Output of the model: tokens (generate) or vectors (pooling); auto: by its files",
         aliases=("task",),
         choices=("auto", "generate", "pooling"),
         spellings=dict.fromkeys(("embed", "embedding", "classify", "score"), "pooling"),
@@ -249,8 +246,7 @@ class EngineConfig:
     )
     pooler_config: str = setting(
         "",
-        'Pooling options as JSON: {"pooling_type": "MEAN", "normalize": true}; empty: as the '
-        "model's files say",
+        'Pooling options as JSON: {"pooling_type": "MEAN", "normalize": true}; empty: the model\'s',
         aliases=("override-pooler-config",),
     )
     seed: int = setting(0, "Random seed for requests that set none")
@@ -266,10 +262,9 @@ class EngineConfig:
     )
     executor: str = setting(
         "auto",
-        "Run the worker inside the engine process (uni), each worker in a process of its own "
-        "(mp), in processes that Ray places on a cluster (ray), or, in a script that torchrun "
-        "starts once for each device, the worker of this rank (external_launcher); auto: uni for "
-        "one worker on CPU, else mp",
+        "Run the worker in the engine process (uni), in one process each (mp), by Ray (ray), "
+        "or in a script that torchrun starts for each device (external_launcher); auto: uni "
+        "for one worker on CPU, else mp",
         group="Parallelism",
         name="distributed-executor-backend",
         aliases=("executor",),
@@ -285,25 +280,23 @@ class EngineConfig:
     )
     cpu_kernels: str = setting(
         "auto",
-        "bfloat16 kernels on CPU; auto: our own, compiled at the first start, if there are a C++ "
-        "compiler and AVX2; torch: PyTorch's",
+        "bfloat16 kernels on CPU; auto: our own if there are a C++ compiler and AVX2; torch: "
+        "PyTorch's",
         group="Device",
         choices=("auto", "torch"),
     )
     cpu_int8_activations: bool = setting(
         True,
-        "Products with weights in 4 and 8 bits round activations to 8 bits, in blocks of 32, on a "
-        "CPU that has AVX512-VNNI and no AMX; off: activations stay in bfloat16, which is slower",
+        "Round activations to 8 bits for weights in 4 and 8 bits, on a CPU with AVX512-VNNI "
+        "and no AMX; off: bfloat16, which is slower",
         group="Device",
         variables=("VLLM_CPU_INT4_W4A8",),
     )
     quantization: str | None = setting(
         None,
-        "Weight quantization; if it is left out, that of the checkpoint, if it has one. Of "
-        f"quantized checkpoints: {', '.join(OF_CHECKPOINTS)}. Of others, on CPU: int8 per output "
-        "channel; int4 in groups of 32 inputs (the head has 8 bits); gguf: the blocks of the GGUF "
-        "file given as the model, without loss. On Gaudi: inc, FP8 by Intel Neural Compressor as "
-        "--quant-config says",
+        f"Weight quantization; none: the checkpoint's ({', '.join(OF_CHECKPOINTS)}). While "
+        "loading, on CPU: int8 per output; int4 in groups of 32 inputs; gguf: the blocks of the "
+        "GGUF file. On Gaudi: inc, FP8 by Intel Neural Compressor (--quant-config)",
         group="Device",
         choices=(*OF_CHECKPOINTS, *AT_LOAD, INC),
         spellings={
@@ -314,8 +307,7 @@ class EngineConfig:
     )
     quant_config: str | None = setting(
         None,
-        "With --quantization inc: the compressor's JSON file, which says whether to measure or to "
-        "quantize, and where the measures are; `gaudiserve calibrate` makes both",
+        "With --quantization inc: the compressor's JSON file; `gaudiserve calibrate` makes it",
         group="Device",
         variables=(VARIABLE,),
     )

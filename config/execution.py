@@ -36,8 +36,8 @@ class ExecutionConfig:
 
     mode: str = setting(
         "auto",
-        "Execution mode; auto: captured HPU graphs with the vendor's torch up to release 1.23, "
-        "else torch-compile",
+        "Execution mode; auto: hpu-graphs with the vendor's torch up to release 1.23, else "
+        "torch-compile",
         name="execution-mode",
         choices=("auto", HPU_GRAPHS, TORCH_COMPILE, EAGER, LAZY),
     )
@@ -69,14 +69,14 @@ class ExecutionConfig:
     )
     sdpa_slicing: bool = setting(
         True,
-        "Fused attention of prompts over a long cached context runs in slices, without a mask of "
-        "new tokens x all tokens",
+        "Run the fused attention of prompts over a long cached context in slices, without "
+        "one large mask",
         name="fsdpa-slicing",
         variables=("VLLM_HPU_FSDPA_SLICE_ENABLED",),
     )
     sdpa_slice_threshold: int = setting(
         8192,
-        "Cached and new tokens of a prompt from which on its attention runs in slices",
+        "Cached and new tokens from which prompt attention runs in slices",
         name="fsdpa-slice-threshold",
         variables=("VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD",),
         minimum=SLICE_MULTIPLE,
@@ -90,8 +90,8 @@ class ExecutionConfig:
     )
     contiguous_pa: bool | None = setting(
         None,
-        "Decodes read the KV cache as one slice instead of gathering blocks; auto: if the device "
-        "gains by it and prefix caching is off",
+        "Decodes read the KV cache as a single slice instead of gathering blocks; auto: where it "
+        "helps and prefix caching is off",
         variables=("VLLM_CONTIGUOUS_PA",),
     )
     defrag_threshold: int = setting(
@@ -103,36 +103,35 @@ class ExecutionConfig:
     )
     host_copies: str = setting(
         "auto",
-        "How results are copied from the card. side: on a stream of their own; default: on the "
-        "stream of the launches; blocking: after a wait for all work, without overlap; auto: the "
-        "first of them that gives right values in time at warm-up",
+        "How results are copied from the card. side: on a stream of their own; default: on "
+        "the stream of the launches; blocking: after a wait for all work; auto: the first "
+        "way that works at warm-up",
         choices=("auto", SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES),
     )
     split_qkv: bool = setting(
-        False, "Compute queries, keys and values in three products instead of one"
+        False, "Compute queries, keys and values in three products instead of a single product"
     )
     force_channel_fp8: bool = setting(
         True,
-        "FP8 weights with scales of blocks get scales of outputs while they are loaded; off: each "
-        "launch expands them to bfloat16",
+        "Convert FP8 block scales to output scales while loading; off: each launch expands "
+        "the weights to bfloat16",
         variables=("VLLM_HPU_FORCE_CHANNEL_FP8",),
     )
     quantized_kernels: bool = setting(
         True,
-        "FP8 and 4-bit weights of a checkpoint run on the vendor's operators for them; off: they "
-        "are converted to the model's dtype while they are loaded, which takes more memory",
+        "Run FP8 and 4-bit weights of a checkpoint on the vendor's operators; off: convert them to "
+        "the model's dtype while loading, which takes more memory",
     )
     native_mxfp4: bool = setting(
         False,
-        "Experts in MXFP4 with biases (gpt-oss) stay in MXFP4 on the card, if the release has the "
-        "operator; off: they are converted to bfloat16",
+        "Keep experts in MXFP4 with biases (gpt-oss) on the card, if the release has the "
+        "operator; off: bfloat16",
         variables=("HPU_MXFP4_NATIVE",),
     )
     selftest: str = setting(
         "auto",
-        "Use the result of `gaudiserve selftest`: settings that avoid its failed checks; without a "
-        "result the quick part runs before the first start. auto: it runs on a card, not on the "
-        "emulator; off: neither",
+        "Avoid the failed checks of `gaudiserve selftest`; without a result, run the quick "
+        "part before the first start. auto: on a card, not on the emulator",
         choices=("auto", "on", "off"),
     )
     fused_experts: bool = setting(
@@ -140,7 +139,7 @@ class ExecutionConfig:
     )
     fused_block_softmax: bool = setting(
         True,
-        "Use the vendor's kernel for the weights of blocks in decodes, where the card has it",
+        "Use the vendor's kernel for block weights in decodes, if the card has this kernel",
         variables=("VLLM_FUSED_BLOCK_SOFTMAX_ADJUSTMENT",),
     )
     fused_norm_rope: bool = setting(
@@ -192,15 +191,14 @@ class ExecutionConfig:
     )
     profile_prompt: str | None = setting(
         None,
-        "BATCH,TOKENS or BATCH,TOKENS,BLOCKS: instead of serving, profile the operations of such a "
-        "prefill (BLOCKS of cached context each) into a file, and exit",
+        "BATCH,TOKENS or BATCH,TOKENS,BLOCKS (cached context of each): profile such a "
+        "prefill into a file, and exit",
         group="Diagnostics",
         variables=("VLLM_PROFILE_PROMPT",),
     )
     profile_decode: str | None = setting(
         None,
-        "BATCH,BLOCKS: instead of serving, profile the operations of such a decode (BLOCKS of all "
-        "sequences together) into a file, and exit",
+        "BATCH,BLOCKS (of all sequences together): profile such a decode into a file, and exit",
         group="Diagnostics",
         variables=("VLLM_PROFILE_DECODE",),
     )
@@ -274,8 +272,8 @@ class WarmupConfig:
 
     mode: str = setting(
         "full",
-        "full: every bucket before the first request; background: ready after the most useful "
-        "buckets, the rest between requests; skip: none",
+        "full: every bucket before the first request; background: the most useful buckets, "
+        "the rest between requests; skip: none",
         name="warmup",
         choices=("full", "background", "skip"),
         switches={"skip-warmup": ("skip", "full")},
@@ -283,27 +281,26 @@ class WarmupConfig:
     )
     compile_only: bool = setting(
         True,
-        "Compile all buckets without running them (PT_COMPILE_ONLY_MODE), then run each; where the "
-        "runtime has this mode",
+        "Compile all buckets without running them (PT_COMPILE_ONLY_MODE), then run each, "
+        "where the runtime can",
         name="compile-only-warmup",
     )
     traffic: str | None = setting(
         None,
-        "File with lengths of real requests, whose buckets are captured first and, with "
-        "background, prepared first; none: --bucketing-traffic, or a mix of chats, code and "
-        "summaries",
+        "File with lengths of real requests, whose buckets are prepared first; none: "
+        "--bucketing-traffic, or a mix of chats, code and summaries",
         name="warmup-traffic",
     )
     full_guards_off: bool = setting(
         False,
-        "torch-compile: check no guards after warm-up; a shape that was not warmed up is an error",
+        "torch-compile: check no guards after warm-up; a new shape is an error",
         name="full-warmup",
         variables=("VLLM_FULL_WARMUP",),
     )
     on_unwarmed_shape: str = setting(
         "run",
-        "A launch whose shape was not warmed up: run (and compile) it, pad it to the next prepared "
-        "shape if there is one, or reject its requests",
+        "A launch with a new shape: run (and compile) it, pad it to a prepared shape, or "
+        "reject its requests",
         choices=("run", "pad", "reject"),
     )
     graph_memory_fraction: float = setting(
@@ -358,8 +355,7 @@ class EmulatorSettings:
     )
     late_copy_s: float = setting(
         0.0005,
-        "Largest delay in seconds between the event of a copy to the host and the arrival of its "
-        "bytes",
+        "Largest delay in seconds between the event of a copy to the host and its bytes",
         name="emulator-late-copy",
         minimum=0,
     )

@@ -19,24 +19,23 @@ class ParallelConfig:
     )
     pipeline_parallel_size: int = setting(
         1,
-        "Stages, each on devices of its own, that the layers of the model are divided into",
+        "Stages that the layers of the model are divided into, each with devices of its own",
         minimum=1,
     )
     enable_expert_parallel: bool = setting(
         False,
-        "Distribute whole experts over the tensor-parallel devices, in place of dividing each one; "
-        "with --data-parallel-size over those of all engines, which then step together",
+        "Distribute whole experts over the tensor-parallel devices; with "
+        "--data-parallel-size over the devices of all engines",
     )
     mm_encoder_tp_mode: str = setting(
         "replicated",
-        "How tensor-parallel devices, each of which has the whole vision tower, encode images; "
-        "data: each a part of them, which it sends to the others; replicated: each all of them",
+        "How tensor-parallel devices encode images; data: each device a part of them; "
+        "replicated: each device all of them",
         choices=("replicated", DATA, "weights"),
     )
     compare_ranks: bool = setting(
         False,
-        "Debugging: compare the tokens that the tensor-parallel ranks sample, and stop at the "
-        "first difference",
+        "Debugging: stop at the first difference of the tokens that tensor-parallel ranks sample",
     )
 
     def __post_init__(self) -> None:

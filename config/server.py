@@ -52,8 +52,8 @@ class ServerConfig:
     )
     ssl_certfile: str = setting(
         "",
-        "Certificate in PEM, with those of its issuers behind it: serve HTTPS only. Read again "
-        "when it changes",
+        "Certificate in PEM, followed by its issuers': serve HTTPS only. Read again when it "
+        "changes",
         group="TLS",
     )
     ssl_keyfile: str = setting(
@@ -64,7 +64,7 @@ class ServerConfig:
     )
     ssl_ca_certs: str = setting(
         "",
-        "Certificates in PEM of those who may issue clients' certificates, which are required then",
+        "Certificates in PEM of the issuers of client certificates, which are then required",
         group="TLS",
     )
     api_server_count: int = setting(
@@ -80,11 +80,12 @@ class ServerConfig:
     )
     api_key_file: str = setting(
         "",
-        "File with more keys, one in each line; lines that begin with # are ignored. Read again "
-        "when it changes",
+        "File with more keys, one in each line; # begins a comment line. Read again when it "
+        "changes",
     )
     cache_salt_per_key: bool = setting(
-        False, "Share cached prompt prefixes only among requests of one API key; needs --api-key"
+        False,
+        "Share cached prompt prefixes only among requests with the same API key; needs --api-key",
     )
     allowed_origins: tuple[str, ...] = setting(
         (), "Web origin whose pages may call the server; a JSON list, or several times"
@@ -92,7 +93,7 @@ class ServerConfig:
     max_body_bytes: int = setting(64 * 2**20, "Maximum size of a request body in bytes", minimum=1)
     h11_max_incomplete_event_size: int = setting(
         64 * 2**10,
-        "Maximum size of a request's URL and headers in bytes; more is answered with 414 or 431",
+        "Maximum size of URL and headers in bytes; above: 414 or 431",
         minimum=1024,  # what an ordinary client's URL and headers need
     )
     h11_max_header_count: int = setting(
@@ -105,14 +106,14 @@ class ServerConfig:
     )
     request_body_timeout_s: float = setting(
         30.0,
-        "Seconds without a byte of a request's body before 408 is answered; also the time limit of "
-        "a whole body that arrives at under 1 KiB per second",
+        "Seconds without a byte of the body before a 408; also the time limit of a body that "
+        "arrives at under 1 KiB per second",
         name="request-body-timeout",
     )
     forwarded_allow_ips: str = setting(
         "127.0.0.1",
-        "Proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted: addresses and networks, "
-        "separated by commas; *: all",
+        "Proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted: addresses and "
+        "networks, separated by commas; *: all",
         variables=("FORWARDED_ALLOW_IPS",),
     )
     max_queued_requests: int = setting(
@@ -129,32 +130,31 @@ class ServerConfig:
     )
     resume: bool = setting(
         True,
-        "Start an engine that died again, and go on with its requests: their clients notice a "
-        "pause. Without it the server ends",
+        "Restart a dead engine and continue its requests; off: the server ends",
     )
     max_engine_restarts: int = setting(
         5,
-        "Restarts of an engine, each within a minute after the one before was ready, until the "
+        "Restarts of an engine in a row, each within a minute of being ready, before the "
         "server ends",
         minimum=0,
     )
     engine_restart_wait_s: float = setting(
         30.0,
-        "Longest wait in seconds before an engine is started again: 0.5 before the second restart "
-        "in a row, then twice as long each",
+        "Maximum seconds between restarts of an engine: 0.5 before the second restart, then "
+        "doubled",
         name="engine-restart-wait",
         minimum=0,
     )
     max_api_server_restarts: int = setting(
         5,
-        "Restarts of one of several API servers, each within a minute after the one before was "
-        "ready, until the server ends; with --resume",
+        "Restarts of an API server in a row, each within a minute of being ready, before the "
+        "server ends; with --resume",
         minimum=0,
     )
     engine_timeout_s: float = setting(
         600.0,
-        "Seconds without any news from an engine that has requests until it is killed, and started "
-        "again as with --resume; 0: no limit",
+        "Seconds after which an engine that has requests and sends nothing is killed and "
+        "restarted; 0: no limit",
         name="engine-timeout",
         minimum=0,
     )
@@ -167,8 +167,8 @@ class ServerConfig:
     )
     responses_store_max_count: int = setting(
         10_000,
-        "Maximum number of stored responses of /v1/responses in each API server; the oldest is "
-        "evicted first; 0: none are stored",
+        "Maximum stored responses of /v1/responses in each API server; the oldest is "
+        "evicted; 0: none",
         minimum=0,
     )
     responses_store_max_bytes: int = setting(
@@ -191,9 +191,7 @@ class ServerConfig:
     enable_docs: bool = setting(
         True, "Serve /docs and /openapi.json", switches={"disable-fastapi-docs": (False, True)}
     )
-    enable_page: bool = setting(
-        True, "Serve the page at /: the server's figures, and a box to chat with the model"
-    )
+    enable_page: bool = setting(True, "Serve the page at /: a chat and the server's figures")
     allow_runtime_lora_updating: bool = setting(
         False,
         "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter; without --api-key, --lora-dir "
@@ -206,8 +204,8 @@ class ServerConfig:
     )
     served_model_names: tuple[str, ...] = setting(
         (),
-        "Names of the model in the API, of which answers have the first; none: the model as it was "
-        "given, and for a path its last part too",
+        "Names of the model in the API, the first in answers; none: the model as given, and "
+        "the last part of a path",
         group="Text",
         name="served-model-name",
         aliases=("served-model-names",),
@@ -218,8 +216,7 @@ class ServerConfig:
     )
     default_chat_template_kwargs: str = setting(
         "",
-        'Variables for the chat template as JSON, under those of a request: {"enable_thinking": '
-        "false}",
+        'Default variables for the chat template as JSON: {"enable_thinking": false}',
         group="Text",
     )
     trust_request_chat_template: bool = setting(
@@ -227,8 +224,7 @@ class ServerConfig:
     )
     special_tokens_as_text: bool = setting(
         False,
-        "Tokenize the text of a special token in a chat message as plain text; prompts of "
-        "completions are not changed",
+        "Tokenize the text of special tokens in chat messages as plain text",
         group="Text",
     )
     generation_config: str = setting(
@@ -239,8 +235,8 @@ class ServerConfig:
     )
     override_generation_config: str = setting(
         "",
-        'Default sampling parameters as JSON, over those of the model: {"temperature": 0.5}; '
-        "max_new_tokens limits the output of every request, max_tokens of those without a limit",
+        'Default sampling parameters as JSON: {"temperature": 0.5}; max_new_tokens limits '
+        "every output, max_tokens outputs without a limit",
         group="Text",
     )
     max_logprobs: int = setting(
@@ -273,8 +269,8 @@ class ServerConfig:
     )
     tool_template: str = setting(
         "auto",
-        "Tools with a chat template that does not render them; auto: rendered as text of the "
-        "system message; none: refused",
+        "Tools with a chat template that does not render them; auto: text of the system "
+        "message; none: refused",
         group="Text",
         choices=TOOL_TEMPLATES,
     )
@@ -295,20 +291,20 @@ class ServerConfig:
     )
     limit_mm_per_prompt: str = setting(
         "",
-        'Maximum number of images and videos of a prompt as JSON: {"image": 4, "video": 1}, or '
-        "image=4,video=1; 0: the server takes none",
+        'Maximum images and videos of a prompt as JSON: {"image": 4, "video": 1}, or '
+        "image=4,video=1; 0: none",
         group="Images",
     )
     allowed_media_domains: tuple[str, ...] = setting(
         (),
-        "Host from which images and videos in requests are fetched over HTTPS; a JSON list, or "
-        "several times; *: any public host; none: they come as data: URLs only",
+        "Host from which images and videos are fetched over HTTPS; a JSON list, or several "
+        "times; *: any public host; none: data: URLs only",
         group="Images",
         takes_several=True,
     )
     allowed_local_media_path: str = setting(
         "",
-        "Folder below which file: URLs of images and videos may be; none: they are refused",
+        "Folder for file: URLs of images and videos; none: they are refused",
         group="Images",
     )
     image_fetch_timeout_s: float = setting(
@@ -329,8 +325,8 @@ class ServerConfig:
     )
     media_io_kwargs: str = setting(
         "",
-        'Frames that are read of a video as JSON: {"video": {"num_frames": 32, "fps": 2}}; fps: at '
-        f"most so many of a second; num_frames -1: all, up to {MAX_FRAMES}",
+        'Frames read of a video as JSON: {"video": {"num_frames": 32, "fps": 2}}; fps: maximum per '
+        f"second; num_frames -1: all, up to {MAX_FRAMES}",
         group="Images",
     )
     mm_processor_kwargs: str = setting(
@@ -340,7 +336,7 @@ class ServerConfig:
     )
     mm_processor_cache_gb: float = setting(
         4.0,
-        "Memory for preprocessed images in each API server, in GiB; 0: none are kept",
+        "Memory for preprocessed images in each API server, in GiB; 0: none",
         group="Images",
         minimum=0,
     )
@@ -355,14 +351,14 @@ class ServerConfig:
     )
     log_format: str = setting(
         TEXT,
-        "Form of the log's lines; json: an object in each, with a request's figures as fields",
+        "Form of the log's lines; json: one object per line",
         group="Logs",
         choices=FORMATS,
     )
     otlp_traces_endpoint: str | None = setting(
         None,
-        "Send a trace of each request to this OpenTelemetry collector: http://host:4317 (gRPC) or "
-        "http://host:4318/v1/traces (HTTP); needs the extra otel",
+        "Send a trace of each request to this OpenTelemetry collector: http://host:4317 "
+        "(gRPC) or http://host:4318/v1/traces; needs the extra otel",
         group="Logs",
     )
     enable_log_requests: bool = setting(
@@ -379,8 +375,7 @@ class ServerConfig:
     )
     disable_access_log_for_endpoints: tuple[str, ...] = setting(
         (),
-        "Paths whose HTTP calls are not logged, requests to the engine included; separated by "
-        "commas: /health,/metrics",
+        "Paths whose requests are not logged, separated by commas: /health,/metrics",
         group="Logs",
     )
 

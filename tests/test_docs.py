@@ -92,6 +92,23 @@ def test_the_index_has_every_page_once() -> None:
     assert sorted(linked) == sorted(pages)
 
 
+def test_the_navigation_of_the_site_is_the_index() -> None:
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+    shown: dict[str, list[str]] = {}
+    for title, page in re.findall(r"^\| (?:\*\*(.+)\*\*|.*\]\(([\w-]+\.md)\)) \|", index, re.M):
+        if title:
+            shown[title] = []
+        elif page:
+            shown[next(reversed(shown))].append(page)
+
+    (home, *sections) = site["nav"]
+    found = {title.lower(): pages for section in sections for title, pages in section.items()}
+    assert home == {"Documentation": "README.md"}
+    assert found == {title.lower(): pages for title, pages in shown.items()}
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that a reader of a page can link to, as GitHub forms them."""
     titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
@@ -175,6 +192,14 @@ def test_the_values_of_a_flag_in_a_table_are_those_of_the_flag() -> None:
 
     assert len({flag for flag, _ in found}) > 4
     assert [(flag, value) for flag, value in found if value not in choices[flag]] == []
+
+
+@pytest.mark.parametrize("key", ["tool-call-parser", "reasoning-parser"])
+def test_the_table_of_parsers_has_every_name(key: str) -> None:
+    (flag,) = (flag for flag in FLAGS if flag.key == key)
+    found = {value for name, value in values_of_flags() if name == f"--{key}"}
+
+    assert {name for name in flag.setting.choices or () if name not in ("auto", "none")} <= found
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -5,9 +5,11 @@ equal the results that they name."""
 import re
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.pictures import pictures
 from benchmarks.scaling import (
     ALL_REDUCE_US,
     CARDS,
@@ -122,3 +124,12 @@ def test_the_ratios_to_vllm_are_those_of_the_results(page: str, results: str) ->
     ratios = [cells(text.partition("## Some hours earlier")[0], results)[-1] for text in texts]
 
     assert cells(comparison, page) == ratios
+
+
+@pytest.mark.parametrize("name", sorted(pictures()))
+def test_a_picture_of_the_page_is_drawn_from_the_results(name: str) -> None:
+    drawn = (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+    assert drawn == pictures()[name], "run `python benchmarks/pictures.py`"
+    assert f"]({name})" in PERFORMANCE
+    ElementTree.fromstring(drawn)

@@ -7,55 +7,109 @@ from pathlib import Path
 from textwrap import fill
 
 from config.checkpoint.gguf_families import FAMILIES as GGUF_FAMILIES
-from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag, variable_of
+from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag
 from config.loading.vendor_variables import VendorVariable, vendor_variables
 from config.loading.vllm_flags import ABSENT, MODEL, NUMBER, SHORT_FORMS, SWITCHES, VALUES
 from config.model.architectures import ARCHITECTURES
 
 DOCS = Path(__file__).parents[2] / "docs"
+_PARSERS = ("tool-call-parser", "reasoning-parser")
+"""Flags whose names tools.md lists with the formats."""
+_LIMITS = ("MIN", "STEP", "MAX", "PAD_MAX", "PAD_PERCENT")
+_VENDOR_LIMIT = re.compile(rf"(VLLM_\w+_BUCKET)_({'|'.join(_LIMITS)})")
+_LIMIT = re.compile(r"([\w-]+-bucket)-(min|step|max|pad-max|pad-percent)")
 _TABLES = re.compile(r"(<!-- Tables .*? -->\n\n).*(<!-- End)", re.DOTALL)
 
 
 def settings() -> str:
     """The tables of configuration.md."""
-    heads = ("flag", "default", "what it does", "variables")
-    groups = {
-        group: [_setting(flag) for flag in FLAGS if flag.setting.group == group] for group in GROUPS
-    }
-    groups["Files"] = [
-        (f"`--{name} FILE`", "none", text, f"`{variable_of(name)}`")
-        for name, text in FILE_FLAGS.items()
-    ]
+    heads = ("flag", "default", "what it does")
+    groups: dict[str, list[tuple[str, ...]]] = {group: [] for group in GROUPS}
+    for flag in FLAGS:
+        if not _LIMIT.fullmatch(flag.key):
+            groups[flag.setting.group].append(_setting(flag))
+    groups["Buckets"] += _ranges()
+    groups["Files"] = [(f"`--{name} FILE`", "none", text) for name, text in FILE_FLAGS.items()]
     return "".join(f"## {group}\n\n{_table(heads, rows)}\n" for group, rows in groups.items())
 
 
 def _setting(flag: Flag) -> tuple[str, ...]:
     setting = flag.setting
     text = setting.help
-    if setting.choices:
+    if flag.key in _PARSERS:
+        text += "; [names](tools.md#parsers)"
+    elif setting.choices:
         text += f": {_listed(setting.choices)}"
     if len(flag.names) > 1:
         text += f"; also {_listed(f'--{name}' for name in flag.names[1:])}"
-    names = (flag.variable, *setting.variables, *setting.switch_variables)
-    return f"`--{flag.key}`", f"`{flag.shown_default}`", text, _listed(names)
+    if others := [name for name in setting.variables if name not in _vendor_names()]:
+        text += f"; also the variable {_listed(others)}"
+    return f"`--{flag.key}`", f"`{flag.shown_default}`", text
+
+
+def _ranges() -> list[tuple[str, ...]]:
+    """One row for the limits of each bucket range, as all ranges have the same limits."""
+    limits: dict[str, list[Flag]] = {}
+    for flag in FLAGS:
+        if found := _LIMIT.fullmatch(flag.key):
+            limits.setdefault(found[1], []).append(flag)
+    rows: list[tuple[str, ...]] = []
+    for stem, flags in limits.items():
+        smallest = flags[0]
+        what = smallest.setting.help.removeprefix("Smallest ").partition(";")[0]
+        text = f"Range of the {what}"
+        if len(smallest.names) > 1:
+            text += f"; also `--{smallest.names[1]}` and so on"
+        endings = [f"`-{flag.key.removeprefix(f'{stem}-')}`" for flag in flags[1:]]
+        names = ", ".join([f"`--{smallest.key}`", *endings])
+        rows.append((names, f"`{smallest.shown_default}`", text))
+    return rows
+
+
+def _vendor_names() -> set[str]:
+    return {variable.name for variable in vendor_variables()}
 
 
 def variables() -> str:
     """The tables of hpu-flags.md."""
-    heads = ("variable", "default there", "here", "our default", "meaning")
-    groups: dict[str, list[tuple[str, ...]]] = {}
+    read = [
+        (f"`{variable.name}`", f"`{variable.default}`", _flag_of(*variable.flag))
+        for variable in vendor_variables()
+        if variable.flag and not _VENDOR_LIMIT.fullmatch(variable.name)
+    ]
+    table = _table(("variable", "default there", "flag here"), read)
+    parts = [
+        f"## Variables that set a flag\n\n{table}\n",
+        f"## Variables of bucket ranges\n\n{_vendor_ranges()}\n",
+    ]
+    reasons: dict[str, list[VendorVariable]] = {}
     for variable in vendor_variables():
-        groups.setdefault(variable.group, []).append(_variable(variable))
-    return "".join(f"## {group}\n\n{_table(heads, rows)}\n" for group, rows in groups.items())
+        if not variable.flag:
+            reasons.setdefault(variable.reason, []).append(variable)
+    unread = [
+        (
+            _listed(variable.name for variable in equal),
+            "; ".join(dict.fromkeys(variable.meaning for variable in equal)),
+            reason,
+        )
+        for reason, equal in reasons.items()
+    ]
+    table = _table(("variable", "meaning there", "here"), unread)
+    return "".join((*parts, f"## Variables without a flag\n\n{table}\n"))
 
 
-def _variable(variable: VendorVariable) -> tuple[str, ...]:
-    ours, default = variable.reason, ""
-    if variable.flag is not None:
-        flag, name = variable.flag
-        ours = f"`--{name}`" + ("" if name == flag.key else f" (`--{flag.key}`)")
-        default = f"`{flag.shown_default}`"
-    return f"`{variable.name}`", f"`{variable.default}`", ours, default, variable.meaning
+def _flag_of(flag: Flag, name: str) -> str:
+    return f"`--{name}`" + ("" if name == flag.key else f" (`--{flag.key}`)")
+
+
+def _vendor_ranges() -> str:
+    """Table of the limits of each bucket range; a variable sets the flag of the same name."""
+    heads = ("variable", *(ending.lower().replace("_", " ") for ending in _LIMITS))
+    ranges: dict[str, list[str]] = {}
+    for variable in vendor_variables():
+        if found := _VENDOR_LIMIT.fullmatch(variable.name):
+            ranges.setdefault(found[1], []).append(f"`{variable.default}`")
+    return _table(heads, [(f"`{stem}_*`", *defaults) for stem, defaults in ranges.items()])
 
 
 def vllm_flags() -> str:
@@ -105,8 +159,8 @@ def _listed(words: Iterable[str]) -> str:
 
 
 def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [heads, ("---",) * len(heads), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    head, *lines = (f"| {' | '.join(line)} |\n" for line in (heads, *rows))
+    return "".join((head, f"|{'---|' * len(heads)}\n", *lines))
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

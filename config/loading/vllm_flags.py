@@ -69,7 +69,7 @@ VALUES = (
     (
         "tokenizer",
         (MODEL,),
-        "the tokenizer is the one in the model's folder; put another one there",
+        "the tokenizer is in the model's folder; replace it there",
     ),
     (
         "tokenizer-mode",
@@ -81,8 +81,8 @@ VALUES = (
     (
         "weights-load-device",
         ("cpu", "hpu"),
-        "weights are read tensor by tensor and copied to the device at once; those that the "
-        "compressor (--quantization inc) quantizes are read on the host",
+        "weights are read tensor by tensor and copied to the device at once; with "
+        "--quantization inc, quantized weights are read on the host",
     ),
     (
         "preemption-mode",
@@ -274,7 +274,7 @@ ABSENT = (
         "ssl-cert-reqs",
         "--ssl-ca-certs makes the server ask for certificates of clients, and require them",
     ),
-    ("ssl-ciphers", "the ciphers are those that Python's ssl module takes for a server"),
+    ("ssl-ciphers", "Python's ssl module chooses the ciphers of a server"),
     ("grpc", "the server speaks HTTP"),
     ("allow-credentials", "keys travel in the Authorization header, not in cookies"),
     ("exclude-tools-when-tool-choice-none", "send no tools with the request"),

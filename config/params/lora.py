@@ -35,22 +35,21 @@ class LoRAConfig:
     enable_lora: bool = setting(False, "Serve LoRA adapters of the model")
     lora_modules: tuple[str, ...] = setting(
         (),
-        "Adapters to serve from the start: name=folder, name=file.gguf or name=hub id, or JSON "
-        "with name, path and base_model_name; several after each other",
+        "Adapters to serve from the start: name=folder, name=file.gguf, name=hub id, or JSON "
+        "with name, path and base_model_name",
         takes_several=True,
     )
     default_mm_loras: str = setting(
         "",
-        "An adapter for requests with images that name none, as JSON with a folder or hub id: "
-        '{"image": "/models/phi-4/vision-lora"}; it is served as the model image, too',
+        'Adapter of requests with images that name no adapter, as JSON: {"image": '
+        '"/models/phi-4/vision-lora"}; also served as the model image',
     )
     max_loras: int = setting(
         1, "Maximum number of adapters whose requests run at once", minimum=1, maximum=1024
     )
     max_cpu_loras: int | None = setting(
         None,
-        "Maximum number of adapters in host memory, those of running requests included; auto: "
-        "--max-loras, and at least as many as --lora-modules has",
+        "Maximum adapters in host memory; auto: --max-loras, at least the number of --lora-modules",
         minimum=1,
     )
     max_lora_rank: int = setting(
@@ -58,14 +57,13 @@ class LoRAConfig:
     )
     fully_sharded_loras: bool = setting(
         False,
-        "Divide both matrices of each adapter among the tensor-parallel ranks: less memory and "
-        "fewer multiplications, one more collective for each product",
+        "Divide both matrices of each adapter among the tensor-parallel ranks: less memory, "
+        "one more collective for each product",
     )
     lora_extra_targets: tuple[str, ...] = setting(
         (AUTO,),
-        "Parts beside the linear layers for which adapters may have weights, some of embedding, "
-        "head and experts, or none: they cost memory and time on a card; auto: those of "
-        "--lora-modules",
+        "Parts beside linear layers with adapters: some of embedding, head and experts, or "
+        "none; each costs memory and time on a card; auto: the parts of --lora-modules",
     )
 
     def __post_init__(self) -> None:

@@ -14,14 +14,14 @@ class OffloadConfig:
 
     swap_space: float = setting(
         0.0,
-        "Host memory, in GiB for each device, that keeps the KV blocks of preempted requests; 0: "
-        "they are computed again",
+        "Host memory for KV blocks of preempted requests, in GiB for each device; 0: "
+        "recompute them",
         minimum=0,
     )
     kv_offloading_size: float = setting(
         0.0,
-        "Host memory, in GiB for all devices of an engine together, that keeps KV blocks evicted "
-        "from the prefix cache, and those of preempted requests; 0: they are computed again",
+        "Host memory for KV blocks evicted from the prefix cache or preempted, in GiB for "
+        "all devices of an engine; 0: recompute them",
         minimum=0,
     )
     kv_offloading_backend: str = setting(
@@ -29,24 +29,23 @@ class OffloadConfig:
     )
     kv_offloading_dir: str | None = setting(
         None,
-        "Folder that keeps the KV blocks of --kv-offloading-size in files as well, which a restart "
-        "finds again; none: they are in host memory only",
+        "Folder for files of the same KV blocks, which a restart finds again; none: host "
+        "memory only",
     )
     kv_offloading_dir_size: float = setting(
         32.0,
-        "Size of the files of an engine in --kv-offloading-dir, in GiB; the blocks that were not "
-        "used for longest are deleted",
+        "Size of the files of an engine in --kv-offloading-dir, in GiB; the least recently "
+        "used are deleted",
         minimum=1e-6,
     )
     kv_offloading_delete_files: bool = setting(
         False,
-        "Delete the files of --kv-offloading-dir when an engine is stopped or sleeps; otherwise "
-        "the next start finds them",
+        "Delete the files of --kv-offloading-dir when an engine is stopped or sleeps",
     )
     cpu_offload_gb: float = setting(
         0.0,
-        "Host memory, in GiB for each device, that keeps weights of the model; each launch copies "
-        "them to the device, layer by layer; 0: the device keeps all weights",
+        "Host memory for weights, in GiB for each device; each launch copies them to the "
+        "device, layer by layer; 0: none",
         minimum=0,
     )
 

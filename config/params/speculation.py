@@ -118,9 +118,9 @@ class SpeculationConfig:
 
     speculative_config: str | None = setting(
         None,
-        'Speculative decoding as JSON: {"method": "ngram", "num_speculative_tokens": 5, '
-        '"prompt_lookup_max": 4, "prompt_lookup_min": 2} or {"method": "draft_model", "model": '
-        '"NAME", "num_speculative_tokens": 5}; none: off (docs/speculation.md)',
+        'Speculative decoding as JSON: {"method": "ngram", "num_speculative_tokens": 5} or '
+        '{"method": "draft_model", "model": "NAME", "num_speculative_tokens": 5}; none: off '
+        "(docs/speculation.md)",
     )
     speculative_model: str | None = setting(
         None, "Older form of the method: [ngram], or the name of a draft model"
@@ -136,7 +136,7 @@ class SpeculationConfig:
     )
     speculative_draft_tensor_parallel_size: int | None = setting(
         None,
-        "Devices that the draft model is divided among: those of --tensor-parallel-size",
+        "Devices that the draft model is divided among; must equal --tensor-parallel-size",
         minimum=1,
     )
 

@@ -29,7 +29,7 @@ SHARED: Mapping[str, str] = {
     "add_generation_prompt": "Whether the prompt ends with the start of an answer; default true.",
     "continue_final_message": "Continue the last message; not with add_generation_prompt true.",
     "chat_template": "Template of this request; only with `--trust-request-chat-template`.",
-    "chat_template_kwargs": "Variables for the chat template, over those of "
+    "chat_template_kwargs": "Variables for the chat template; override "
     "`--default-chat-template-kwargs`.",
     "add_special_tokens": "Whether the tokenizer adds its own, such as a BOS; default false.",
     "truncate_prompt_tokens": "Keep only the last tokens of the prompt; -1: as many as fit.",
@@ -72,7 +72,7 @@ SHARED: Mapping[str, str] = {
     "structured_outputs": "One of json, json_object, regex, choice, grammar, structural_tag.",
     **{name: f"As structured_outputs.{kind}." for name, kind in FIELDS.items()},
     # The answer.
-    "stream": "Server-sent events instead of one answer; default false.",
+    "stream": "Server-sent events instead of a single answer; default false.",
     "stream_options": "Only with stream.",
     "include_usage": "Send a last chunk without choices that has the usage; default: "
     "`--enable-force-include-usage`.",
@@ -126,7 +126,7 @@ OVERRIDES: Mapping[str, Mapping[str, str]] = {
         "background": "Return at once and generate in the background; needs store.",
         "include": f"{WITH_LOGPROBS}; others have no effect.",
         "input": "A text, or items. May be absent only with previous_response_id.",
-        "previous_response_id": "The response that this one continues.",
+        "previous_response_id": "The response to continue.",
         "reasoning": "Reasoning options.",
         "store": "false: the response is not stored; default true.",
         "text": "Format of the text.",
@@ -172,7 +172,7 @@ OVERRIDES: Mapping[str, Mapping[str, str]] = {
     "ToolChoice": {
         "disable_parallel_tool_use": "true: one call at most.",
         "name": "The tool that must be called, for type tool.",
-        "type": "auto, any (one must be called), tool (that one must), none.",
+        "type": "auto, any (some tool must be called), tool (the named tool must be called), none.",
     },
     "ThinkingChoice": {
         "budget_tokens": "Maximum reasoning tokens; for type enabled, at least 1.",

@@ -87,7 +87,7 @@ def _rows(definition: Mapping[str, Any]) -> Rows:
 
 
 def _table(rows: Rows) -> str:
-    return "| field | type | meaning |\n| --- | --- | --- |\n" + "".join(rows.values())
+    return "| field | type | meaning |\n|---|---|---|\n" + "".join(rows.values())
 
 
 def _listed(names: Iterable[str]) -> str:

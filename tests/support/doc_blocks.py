@@ -53,6 +53,7 @@ PARSED = {
     "buckets": "tests/test_docs_gaudi.py compares its output",
     "calibrate": "needs Intel Neural Compressor: tests/clients/test_inc.py",
     "quantize": "needs an environment of its own: tests/quantizers",
+    "selftest": "needs a card: make test-hpu, and tests/hpu/selftest on the emulator",
 }
 
 # Lines of a log that no command of their page writes, with the file that has their formats.

@@ -135,7 +135,7 @@ class ResponseBody(GenerationBody):
     previous_response_id: Label | None = None
     max_output_tokens: Integer | None = Field(None, description="Default: the rest of the context.")
     max_tool_calls: Integer | None = Field(
-        None, description="For hosted tools, of which there are none."
+        None, description="Without effect: there are no hosted tools."
     )
     top_logprobs: Integer | None = Field(None, description=f"Needs include: {WITH_LOGPROBS}.")
     include: Strings | None = None

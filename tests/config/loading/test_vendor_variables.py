@@ -92,7 +92,7 @@ def test_serve_names_all_such_variables_in_one_line(
 
     assert code == 0
     assert [record.message for record in caplog.records] == [
-        "Variables without effect: VLLM_HANDLE_TOPK_DUPLICATES (not needed: they are always kept); "
+        "Variables without effect: VLLM_HANDLE_TOPK_DUPLICATES (not needed: ties are always kept); "
         "VLLM_CPU_NUM_OF_RESERVED_CPU (instead: --num-threads)"
     ]
 

@@ -216,7 +216,7 @@ def test_the_log_has_a_warning_for_each_note(
         ("--data-parallel-hybrid-lb", "the server itself distributes the requests over its eng"),
         ("--load-format pt", "load-format is 'pt', it must be one of auto, safetensors, dummy"),
         ("--kv-cache-dtype tq3", "is 'tq3', it must be one of auto, bfloat16, float16"),
-        ("--tokenizer other", "is 'other', it must be the model's name: the tokenizer is the"),
+        ("--tokenizer other", "is 'other', it must be the model's name: the tokenizer is in the"),
         ("--tokenizer-mode own", "is 'own', it must be auto or hf or slow or mistral"),
         ("--distributed-executor-backend flux", "is 'flux', it must be one of auto, uni, mp"),
         ("--swap-space -1", "swap-space is -1.0, it must be at least 0"),

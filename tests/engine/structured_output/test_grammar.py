@@ -114,7 +114,10 @@ def test_a_property_may_be_named_type(vocabulary: Vocabulary) -> None:
 
 def test_the_page_says_what_is_enforced_and_what_is_refused(vocabulary: Vocabulary) -> None:
     page = (Path(__file__).parents[3] / "docs/structured-output.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^\| `(\{.*\})` \| (enforced|taken|refused)", page, re.MULTILINE)
+    lists = re.findall(
+        r"^\*\*(Enforced|Accepted|Refused)\b.*\n\n```json\n([^`]+)```", page, re.MULTILINE
+    )
+    lines = [(schema, said) for said, text in lists for schema in text.splitlines()]
 
     for schema, said in lines:
         try:
@@ -122,8 +125,9 @@ def test_the_page_says_what_is_enforced_and_what_is_refused(vocabulary: Vocabula
             found = True
         except UserError:
             found = False
-        assert found == (said != "refused"), schema
+        assert found == (said != "Refused"), schema
 
+    assert {said for said, _ in lists} == {"Enforced", "Accepted", "Refused"}
     assert len(lines) > 40
 
 
