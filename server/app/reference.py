@@ -21,7 +21,7 @@ TABLES = re.compile(
     r"(<!-- fields of (\w+)(?: beyond (\w+))? -->\n).*?(<!-- end of fields -->\n)", re.DOTALL
 )
 Rows = dict[str, str]
-"""Table rows by field."""
+"""Type and meaning by field: the cells of a table row after the first cell."""
 
 
 def with_tables(page: str) -> str:
@@ -51,10 +51,7 @@ def _fields(body: type[Body], base: type[Body] | None) -> str:
     if shared:
         parts.append(f"As described above: {_listed(shared)}.\n")
     if body.unsupported:
-        parts.append(
-            "Refused with a 400, unless the value is null or asks for nothing: "
-            f"{_listed(sorted(body.unsupported))}.\n"
-        )
+        parts.append(f"Refused: {_listed(sorted(body.unsupported))}.\n")
     return "\n".join(parts)
 
 
@@ -82,12 +79,17 @@ def _rows(definition: Mapping[str, Any]) -> Rows:
         text = (
             f"**Required.** {schema['description']}" if name in required else schema["description"]
         )
-        rows[name] = f"| `{name}` | {type_of(schema)} | {text} |\n"
+        rows[name] = f"{type_of(schema)} | {text}"
     return rows
 
 
 def _table(rows: Rows) -> str:
-    return "| field | type | meaning |\n|---|---|---|\n" + "".join(rows.values())
+    """A table with one row for all fields of the same type and meaning."""
+    names: dict[str, list[str]] = {}
+    for name, cells in rows.items():
+        names.setdefault(cells, []).append(name)
+    lines = [f"| {_listed(fields)} | {cells} |\n" for cells, fields in names.items()]
+    return "| field | type | meaning |\n|---|---|---|\n" + "".join(lines)
 
 
 def _listed(names: Iterable[str]) -> str:
