@@ -27,7 +27,12 @@ from server.openai.responses.chat_request import (
     resolve_request,
 )
 from server.openai.responses.schema import ResponseBody
-from server.openai.responses.store import EndedResponse, ResponseStore, StoredResponse
+from server.openai.responses.store import (
+    EndedResponse,
+    ItemHistory,
+    ResponseStore,
+    StoredResponse,
+)
 from server.openai.responses.truncation import is_too_long, shortened
 from server.openai.responses.writer import Fields, ResponseWriter, number_of
 from server.serving.job import ServingRequest, run_to_end, sse_frames
@@ -59,9 +64,10 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         ROUTE, summary="Respond to items", openapi_extra=takes("ResponseBody"), responses=GENERATES
     )
     async def create_response(request: Request) -> Response:
-        sent, body = await _read(state, request)
-        if (peer := state.peers.peer_of(previous_number(body))) is not None:
-            return ForwardedResponse(peer, request, sent.fields)
+        read = await _read(state, request)
+        if isinstance(read, Response):
+            return read
+        sent, body = read
         is_stored = _is_stored(store, body)
         owner = record_of(request.scope).owner
         resolved = await resolve_request(
@@ -71,7 +77,12 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
             # A separate record: the job continues after this request has ended.
             attach_record(request.scope, replace(record_of(request.scope)))
         job = await _start(state, request, resolved, is_cut=body.truncation == "auto")
-        entry = StoredResponse(job.id, owner, resolved.history, is_background=bool(body.background))
+        history = resolved.history if is_stored else ItemHistory(b"[]", None)
+        del resolved
+        job.body.drop_prompt()
+        body.drop_prompt(len(history.data))
+        job.body.hold(sent.held)
+        entry = StoredResponse(job.id, owner, history, is_background=bool(body.background))
 
         def on_end(response: EndedResponse) -> None:
             if is_stored:
@@ -106,9 +117,10 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         openapi_extra=takes("ResponseBody"),
     )
     async def count_response_tokens(request: Request) -> Response:
-        sent, body = await _read(state, request)
-        if (peer := state.peers.peer_of(previous_number(body))) is not None:
-            return ForwardedResponse(peer, request, sent.fields)
+        read = await _read(state, request)
+        if isinstance(read, Response):
+            return read
+        sent, body = read
         owner = record_of(request.scope).owner
         resolved = await resolve_request(
             store, body, sent.num_bytes, state.peers.new_id(), owner, state.media_kinds
@@ -185,10 +197,17 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
         return await built_response(page, entry.input_history.num_bytes // BYTES_PER_VALUE)
 
 
-async def _read(state: AppState, request: Request) -> tuple[ReceivedBody, ResponseBody]:
+async def _read(
+    state: AppState, request: Request
+) -> tuple[ReceivedBody, ResponseBody] | ForwardedResponse:
+    """The body, or the answer of the API server that stores the conversation."""
     state.generation_pipeline()
     sent = await state.bodies.read_object(request)
-    return sent, await parse(ResponseBody, sent)
+    fields = sent.fields
+    body = await parse(ResponseBody, sent)
+    if (peer := state.peers.peer_of(previous_number(body))) is not None:
+        return ForwardedResponse(peer, request, fields)
+    return sent, body
 
 
 def _entry(store: ResponseStore, request: Request, response_id: str) -> StoredResponse:
