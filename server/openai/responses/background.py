@@ -5,8 +5,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from config.errors import Overloaded
+from config.fair_threads import current_client
 from server.http.access_log import RequestRecord
 from server.http.errors import fault_of
+from server.http.pacing import LoopPacer
 from server.openai.responses.store import ResponseStore, StoredResponse
 from server.openai.responses.writer import ResponseWriter
 from server.serving.job import ServingRequest, sse_frames
@@ -92,21 +94,24 @@ class BackgroundResponse:
         self._store.add_bytes(self._entry, len(data))
 
 
-async def follow_events(entry: StoredResponse, after: int) -> AsyncIterator[bytes]:
-    """The frames of a stored stream after sequence number `after`, to its end."""
+async def follow_events(
+    entry: StoredResponse, after: int, pacer: LoopPacer
+) -> AsyncIterator[bytes]:
+    """The frames of a stored stream after sequence number `after`, to its end. `pacer` paces the
+    pieces of all streams: a send does not suspend while the socket takes bytes."""
     events = entry.events
     assert events is not None
     position = after + 1
+    client = current_client.get() or ""
     while True:
         has_changed = entry.has_changed
         while position < len(events):
+            await pacer.wait(client)
             piece = bytearray()
             while position < len(events) and len(piece) < PIECE_BYTES:
                 piece += events[position]
                 position += 1
             yield bytes(piece)
-            # A send does not suspend while the socket takes bytes.
-            await asyncio.sleep(0)
         if entry.running is None:
             return
         await has_changed.wait()

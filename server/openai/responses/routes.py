@@ -103,7 +103,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
                 entry.events = []
             first = writer.fields()
             BackgroundResponse(job, writer, entry, store, record_of(request.scope)).start()
-            return _stream_stored(state, entry, -1) if body.stream else json_response(first)
+            return _stream_stored(state, store, entry, -1) if body.stream else json_response(first)
         if body.stream:
             return EventStream(
                 _streamed(job, writer), keep_alive_s=state.config.keep_alive_s, on_close=job.close
@@ -162,7 +162,7 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
             raise UserError(
                 f"starting_after is {after}, it must be at least 0", param="starting_after"
             )
-        return _stream_stored(state, entry, after)
+        return _stream_stored(state, store, entry, after)
 
     @router.delete(path, summary="Keep a response no longer")
     async def delete_response(request: Request, response_id: str) -> Response:
@@ -258,10 +258,14 @@ async def _stored_answer(entry: StoredResponse) -> Response:
     return Response(entry.data, media_type="application/json")
 
 
-def _stream_stored(state: AppState, entry: StoredResponse, after: int) -> Response:
+def _stream_stored(
+    state: AppState, store: ResponseStore, entry: StoredResponse, after: int
+) -> Response:
     """The stream of a background response; it continues when the client disconnects."""
     return EventStream(
-        follow_events(entry, after), keep_alive_s=state.config.keep_alive_s, on_close=lambda: None
+        follow_events(entry, after, store.pacer),
+        keep_alive_s=state.config.keep_alive_s,
+        on_close=lambda: None,
     )
 
 

@@ -12,6 +12,7 @@ import msgspec
 from config.errors import NotFound, Overloaded
 from server.http.json_decoder import decode_json
 from server.http.json_encoder import encode_json
+from server.http.pacing import LoopPacer
 from server.openai.responses.items import Item
 
 CONTINUABLE = ("completed", "incomplete")
@@ -169,6 +170,8 @@ class ResponseStore:
         self._entries: dict[str, StoredResponse] = {}
         """Stored responses by id, in insertion order."""
         self.num_bytes = 0
+        self.pacer = LoopPacer()
+        """Paces the replays of stored streams."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:

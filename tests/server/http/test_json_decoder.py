@@ -173,6 +173,40 @@ def test_an_error_in_a_large_body_says_at_which_byte(data: bytes, problem: str) 
         decode_json(data)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[" + b"1.5," * 200_000 + b"x]",
+        b"[" + b"1," * 400_000 + b"NaN]",
+        b'["' + b"\\u00e9" * 150_000 + b'\\ud800"]',
+        b'{"a": "' + "🙂".encode() * 200_000 + b'",}',
+        b'["' + b"a" * 900_000 + b'\xff"]',
+        b"[" * 900_000,
+    ],
+    ids=["numbers", "nan", "surrogate", "comma", "utf-8", "depth"],
+)
+def test_a_problem_in_a_large_body_is_searched_in_a_short_piece(
+    data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in [("MAX_WHOLE_BYTES", 2**20), ("SCANNED_BYTES", 2**18)]:
+        monkeypatch.setattr(json_decoder, name, size)
+    monkeypatch.setattr(json_decoder, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(json_decoder, "TEXT_PIECE_BYTES", PIECE_BYTES)
+    sizes = []
+    problem = json_decoder._problem
+
+    def spied(piece: bytes, error: Exception) -> tuple[str, int]:
+        sizes.append(len(piece))
+        return problem(piece, error)
+
+    monkeypatch.setattr(json_decoder, "_problem", spied)
+
+    with pytest.raises(UserError):
+        decode_json(data)
+
+    assert max(sizes, default=0) <= PIECE_BYTES + 2
+
+
 def test_a_long_text_is_not_copied_for_each_of_its_parts() -> None:
     # A new code object, which the interpreter has not specialized yet, as in a new process.
     joined = FunctionType(json_decoder._joined.__code__.replace(), {})
