@@ -5,11 +5,11 @@ from collections import deque
 
 from config.errors import Overloaded
 
-VALUE_BYTES = 64
-"""Assumed memory of a decoded value in addition to its text; numbers take 40 bytes."""
+VALUE_BYTES = 48
+"""Assumed memory of a decoded value in addition to its text; integers take 36 bytes."""
 OBJECT_BYTES = 192
 """Assumed memory of a decoded list or object in addition to its values."""
-MAX_WAIT_S = 10.0
+MAX_WAIT_S = 30.0
 """Maximum wait of a body for the memory of other bodies."""
 POLL_S = 0.02
 
