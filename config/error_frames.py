@@ -2,6 +2,7 @@
 in a cycle, which only the garbage collector would free much later."""
 
 import inspect
+import traceback
 from types import FrameType
 
 _CAN_SUSPEND = (
@@ -10,6 +11,7 @@ _CAN_SUSPEND = (
     | inspect.CO_ITERABLE_COROUTINE
     | inspect.CO_ASYNC_GENERATOR
 )
+"""Flags of functions whose frames may be suspended: neither running nor ended."""
 
 
 def release_frames(error: BaseException) -> None:
@@ -26,28 +28,27 @@ def clear_frames(error: BaseException) -> list[BaseException]:
     The callers of the frames in a traceback are also cleared: Jinja replaces tracebacks, and the
     functions that replace them then refer to the replaced traceback.
     """
-    chain: list[BaseException | None] = [error]
-    found: dict[int, BaseException] = {}
+    found = {id(error): error}
+    new = [error]
     frames: set[FrameType] = set()
-    while chain:
-        current = chain.pop()
-        if current is None or id(current) in found:
-            continue
-        found[id(current)] = current
-        chain += [current.__cause__, current.__context__]
-        if isinstance(current, BaseExceptionGroup):
-            chain += current.exceptions
-        step = current.__traceback__
-        while step is not None:
-            _clear(step.tb_frame, frames)
-            step = step.tb_next
+    while new:
+        current = new.pop()
+        for cause in filter(None, (current.__cause__, current.__context__)):
+            if id(cause) not in found:
+                found[id(cause)] = cause
+                new.append(cause)
+        for frame, _ in traceback.walk_tb(current.__traceback__):
+            _clear(frame, frames)
     return list(found.values())
 
 
 def _clear(frame: FrameType, seen: set[FrameType]) -> None:
-    """Clear a frame of a traceback, and its callers up to a frame that has not ended."""
+    """Clear a frame of a traceback, and its callers up to a frame that has not ended.
+
+    A frame keeps a reference to its caller after `clear`, so the order does not matter.
+    """
     caller: FrameType | None = frame
-    while caller is not None and caller not in seen:
+    while caller and caller not in seen:
         # `clear` would close a caller that is suspended.
         if caller is not frame and caller.f_code.co_flags & _CAN_SUSPEND:
             return

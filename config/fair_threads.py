@@ -155,7 +155,7 @@ class _Client:
     def __init__(self) -> None:
         self.num_submitted = 0
         """Calls in the pool's queue or running."""
-        self.waiting: OrderedDict[object, "_Call"] = OrderedDict()
+        self.waiting: OrderedDict[object, _Call] = OrderedDict()
         """Calls outside of the pool's queue, by future."""
 
     @property
@@ -173,9 +173,9 @@ class _Call:
         self.future: Future[Any] = Future()
         self._function = function
 
-    def cancel(self) -> None:
+    def cancel(self) -> bool:
         """Cancel the future, unless the call has begun."""
-        self.future.cancel()
+        return self.future.cancel()
 
     def run(self) -> None:
         """Run the call, unless it is cancelled."""

@@ -118,7 +118,7 @@ class AdapterFolder:
 
     @contextmanager
     def open_file(self, max_bytes: int) -> "Iterator[PartialFile]":
-        """An adapter that is a file, of which nothing is read yet. Raises ConfigError."""
+        """An adapter that is a file, before it is read. Raises ConfigError."""
         with self.open("") as opened:
             num_bytes = os.fstat(opened.fileno()).st_size
             if num_bytes > max_bytes:
@@ -169,7 +169,7 @@ class PartialFile:
         self._opened.seek(begin)
         for start in range(begin, end, _CHUNK_BYTES):
             part = self.data[start : min(start + _CHUNK_BYTES, end)]
-            _fill(self._opened, memoryview(part), self.name)
+            _fill(self._opened, part.data, self.name)
         return self.data[begin:end]
 
 
@@ -213,7 +213,7 @@ class OpenWeights:
             for begin in range(tensor.offset, end, _CHUNK_BYTES):
                 part = chunk[: min(_CHUNK_BYTES, end - begin)]
                 if keeps_bytes:
-                    part = memoryview(data)[begin : begin + len(part)]
+                    part = data[begin : begin + len(part)].data
                 _fill(self._opened, part, self._file)
                 digest.update(part)
                 top = max(top, _top_bits(part, tensor.dtype))

@@ -161,9 +161,7 @@ def _check_tensors(opened: GgufFile, file: str, base: BaseModules, max_rank: int
     base model can have."""
     if not opened.tensors:
         raise ConfigError(f"{file} has 0 low-rank matrices, an adapter needs at least 2")
-    features = sum(
-        module.in_features + module.out_features for module in base.modules.values()
-    )
+    features = sum(module.in_features + module.out_features for module in base.modules.values())
     most = min(MAX_NUMBERS, 2 * max_rank * features)
     count = sum(tensor.n_elements for tensor in opened.tensors.values())
     if count > most:
@@ -180,9 +178,7 @@ def _check_tensors(opened: GgufFile, file: str, base: BaseModules, max_rank: int
             )
         other = _ENDS[end == _ENDS[0]]
         if f"{stem}{other}" not in opened.tensors:
-            raise ConfigError(
-                f"{file} has no {shown(stem)[1:-1]}{other}, but {shown(name)[1:-1]}"
-            )
+            raise ConfigError(f"{file} has no {shown(stem)[1:-1]}{other}, but {shown(name)[1:-1]}")
 
 
 def _pairs(opened: GgufFile, file: str) -> dict[str, Matrices]:

@@ -51,11 +51,10 @@ class ApiKeys:
             raise InvalidApiKey(
                 "No API key was given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             )
-        digests = (hashlib.sha256(key).hexdigest() for key in candidates)
-        owner = next((digest for digest in digests if digest in self._owners), None)
-        if owner is None:
-            raise InvalidApiKey("The API key is wrong.")
-        return owner
+        for key in candidates:
+            if (owner := hashlib.sha256(key).hexdigest()) in self._owners:
+                return owner
+        raise InvalidApiKey("The API key is wrong.")
 
 
 def _read_keys(file: str) -> list[str]:

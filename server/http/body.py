@@ -121,7 +121,9 @@ class BodyReader:
     def _max_buffered(self, size: int) -> int:
         """Maximum bytes of all bodies for a body of `size` bytes."""
         max_buffered = MAX_BUFFERED_BODIES * self._max_bytes
-        return max_buffered + (MAX_SMALL_BODIES * LARGE_BODY_BYTES if size <= LARGE_BODY_BYTES else 0)
+        return max_buffered + (
+            MAX_SMALL_BODIES * LARGE_BODY_BYTES if size <= LARGE_BODY_BYTES else 0
+        )
 
     async def _decode(self, chunks: list[bytes], size: int) -> Any:
         if size > LARGE_BODY_BYTES:

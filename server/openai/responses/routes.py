@@ -1,7 +1,7 @@
 """/v1/responses: create (whole, streamed, background), retrieve, cancel, delete."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import UserError
+from config.fair_threads import current_client
 from server.http.access_log import attach_record, record_of
 from server.http.body import MANY_BYTES, ReceivedBody, built_response, json_response, parse
 from server.http.body_bounds import QueryInteger
@@ -103,7 +104,10 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
                 entry.events = []
             first = writer.fields()
             BackgroundResponse(job, writer, entry, store, record_of(request.scope)).start()
-            return _stream_stored(state, store, entry, -1) if body.stream else json_response(first)
+            if not body.stream:
+                return json_response(first)
+            # Not counted as a follower: the number of running responses is limited.
+            return _stream_stored(state, store, entry, -1, on_close=lambda: None)
         if body.stream:
             return EventStream(
                 _streamed(job, writer), keep_alive_s=state.config.keep_alive_s, on_close=job.close
@@ -162,7 +166,10 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
             raise UserError(
                 f"starting_after is {after}, it must be at least 0", param="starting_after"
             )
-        return _stream_stored(state, store, entry, after)
+        client = current_client.get() or ""
+        store.followers.add(entry.id, client)
+        on_close = partial(store.followers.remove, entry.id, client)
+        return _stream_stored(state, store, entry, after, on_close)
 
     @router.delete(path, summary="Keep a response no longer")
     async def delete_response(request: Request, response_id: str) -> Response:
@@ -259,13 +266,17 @@ async def _stored_answer(entry: StoredResponse) -> Response:
 
 
 def _stream_stored(
-    state: AppState, store: ResponseStore, entry: StoredResponse, after: int
+    state: AppState,
+    store: ResponseStore,
+    entry: StoredResponse,
+    after: int,
+    on_close: Callable[[], None],
 ) -> Response:
-    """The stream of a background response; it continues when the client disconnects."""
+    """The stream of a background response, which continues when the client disconnects."""
     return EventStream(
         follow_events(entry, after, store.pacer),
         keep_alive_s=state.config.keep_alive_s,
-        on_close=lambda: None,
+        on_close=on_close,
     )
 
 

@@ -32,7 +32,7 @@ from server.http.body_bounds import (
     Words,
     whole,
 )
-from server.http.held_bodies import HeldBody
+from server.http.held_bodies import NOT_HELD, HeldBody
 from server.http.json_encoder import weighs_more
 from server.openai.schema.json_schema import TEXT, any_of, array
 from server.openai.schema.structured import FIELDS, spec_of
@@ -102,7 +102,7 @@ class Body(BaseModel):
     prompt_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that only the prompt is made of."""
 
-    _held: HeldBody | None = PrivateAttr(None)
+    _held: HeldBody = PrivateAttr(default_factory=lambda: NOT_HELD)
 
     def hold(self, held: HeldBody) -> None:
         """Count the body's memory in `held` while anything refers to the body."""
@@ -113,13 +113,13 @@ class Body(BaseModel):
         fields. `left_bytes`: memory that the request takes besides the body. Large other fields
         stay counted."""
         for name in self.prompt_fields:
-            if (value := getattr(self, name)) is not None:
+            if value := getattr(self, name):
                 setattr(self, name, type(value)())
         left = [
             value.__dict__ if isinstance(value, BaseModel) else value
             for value in self.__dict__.values()
         ]
-        if self._held is not None and not weighs_more(left, LEFT_WEIGHT):
+        if not weighs_more(left, LEFT_WEIGHT):
             self._held.free(left_bytes)
 
     other_routes: ClassVar[OtherRoutes] = {}

@@ -28,7 +28,7 @@ class Text(str):
     __slots__ = ("__weakref__",)
 
 
-class Ids(list[Any]):
+class Ids(list[object]):
     """A list that can be referred to weakly."""
 
     __slots__ = ("__weakref__",)
@@ -58,11 +58,14 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
+Fields = dict[str, Any]
+
+
 class Case(NamedTuple):
     """A body that is refused, and the server that refuses it."""
 
     path: str
-    fields: dict[str, Any]
+    fields: Fields
     chat_template: str | None = None
     status: int = 400
 
@@ -85,9 +88,7 @@ BODIES: dict[str, Case] = {
     "too many tokens": Case("/v1/completions", {"prompt": LONG}),
     "too many tokens in a list": Case("/v1/completions", {"prompt": [LONG, "b"]}),
     "too many ids": Case("/v1/completions", {"prompt": LONG_IDS}),
-    "wrong message": Case(
-        "/v1/chat/completions", {"messages": [{"role": "x", "content": LONG}]}
-    ),
+    "wrong message": Case("/v1/chat/completions", {"messages": [{"role": "x", "content": LONG}]}),
     "long chat": Case("/v1/chat/completions", CHAT),
     "long text for a template": Case("/v1/chat/completions", CHAT, WORDY),
     "raising template": Case("/v1/chat/completions", CHAT, RAISING),
@@ -185,8 +186,16 @@ async def test_the_body_of_a_refused_request_is_freed_at_once(
         assert rig.state.bodies._held.num_bytes == 0
 
 
+async def started(client: TalkingClient) -> None:
+    for _ in range(500):
+        if client.queues:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the request did not start")
+
+
 JUNK_LIST = {"junk": LONG_IDS}
-ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
+ACCEPTED: dict[str, tuple[str, Fields]] = {
     "completion": ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": 4, **JUNK_LIST}),
     "completion of ids": ("/v1/completions", {"prompt": LONG_IDS, "truncate_prompt_tokens": 4}),
     "chat": ("/v1/chat/completions", {**CHAT, "truncate_prompt_tokens": 4, **JUNK_LIST}),
@@ -219,8 +228,7 @@ async def test_a_generating_request_keeps_nothing_of_its_body_but_the_prompt(
     async with on_port(client) as rig:
         sent = {**fields, "stream": is_stream}
         running = asyncio.ensure_future(rig.http.post(path, json=sent))
-        while not client.queues:
-            await asyncio.sleep(0.02)
+        await started(client)
 
         await assert_freed()
         assert not running.done() or fields.get("background")
