@@ -16,7 +16,7 @@ from config.errors import UserError
 from config.params.pooling import PoolingFacts
 from server.http import body
 
-TEXTS: list[weakref.ref[Any]] = []
+TEXTS: list[weakref.ref[object]] = []
 
 
 LONG = "word " * 60_000
