@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from threading import Lock
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from config.error_frames import clear_frames
 from config.errors import Overloaded
@@ -63,7 +63,7 @@ class FairThreads(ThreadPoolExecutor):
         """Submit a call like ThreadPoolExecutor. Raises Overloaded beyond `max_calls`."""
         name = current_client.get()
         call = _Call(partial(fn, *args, **kwargs))
-        future = call.future
+        future = cast("Future[R]", call.future)
         if name is None:
             self._queue(call, call.run)
             return future
@@ -170,7 +170,7 @@ class _Call:
     __slots__ = ("_function", "future")
 
     def __init__(self, function: Callable[[], object]) -> None:
-        self.future: Future[Any] = Future()
+        self.future: Future[object] = Future()
         self._function = function
 
     def cancel(self) -> bool:
