@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from threading import Lock
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
+from config.error_frames import clear_frames
 from config.errors import Overloaded
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_Call = tuple["Future[Any]", Callable[[], object]]
 
 current_client: ContextVar[str | None] = ContextVar("current_client", default=None)
 """The client of the request that the task handles: its API key, or its address. None outside of a
@@ -62,22 +62,24 @@ class FairThreads(ThreadPoolExecutor):
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
         """Submit a call like ThreadPoolExecutor. Raises Overloaded beyond `max_calls`."""
         name = current_client.get()
+        call = _Call(partial(fn, *args, **kwargs))
+        future = cast("Future[R]", call.future)
         if name is None:
-            return super().submit(fn, *args, **kwargs)
-        call: _Call = (Future(), partial(fn, *args, **kwargs))
+            self._queue(call, call.run)
+            return future
         with self._clients_lock:
             self._check_room(name)
             client = self._clients.setdefault(name, _Client())
             has_to_wait = client.num_submitted == self._per_client
             if has_to_wait:
-                client.waiting[call[0]] = call
+                client.waiting[future] = call
             else:
                 client.num_submitted += 1
         if has_to_wait:
-            call[0].add_done_callback(partial(self._forget_cancelled, client))
-            return call[0]
+            future.add_done_callback(partial(self._forget_cancelled, client))
+            return future
         self._enqueue(name, client, call)
-        return call[0]
+        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Shut the pool down like ThreadPoolExecutor. Calls that wait outside of the queue are
@@ -88,8 +90,8 @@ class FairThreads(ThreadPoolExecutor):
             ]
             for client in self._clients.values():
                 client.waiting.clear()
-        for future, _ in waiting:
-            future.cancel()
+        for call in waiting:
+            call.cancel()
         super().shutdown(wait=wait, cancel_futures=cancel_futures)
 
     def _check_room(self, name: str) -> None:
@@ -108,24 +110,32 @@ class FairThreads(ThreadPoolExecutor):
             with self._clients_lock:
                 client.waiting.pop(future, None)
 
-    def _enqueue(self, name: str, client: "_Client", call: _Call) -> None:
-        """Append `call` to the pool's queue. Raises RuntimeError after `shutdown`."""
+    def _enqueue(self, name: str, client: "_Client", call: "_Call") -> None:
+        """Append a call of a client to the pool's queue. Raises RuntimeError after `shutdown`."""
         try:
-            running = super().submit(self._run, name, client, call)
+            self._queue(call, self._run, name, client, call)
         except RuntimeError:
-            call[0].cancel()
             self._take_next(name, client)
             raise
-        running.add_done_callback(lambda done: done.cancelled() and call[0].cancel())
 
-    def _run(self, name: str, client: "_Client", call: _Call) -> None:
+    def _queue(self, call: "_Call", run: Callable[..., None], *args: object) -> None:
+        """Append `run`, which runs `call`, to the pool's queue. Raises RuntimeError after
+        `shutdown`."""
+        try:
+            running = super().submit(run, *args)
+        except RuntimeError:
+            call.cancel()
+            raise
+        running.add_done_callback(lambda done: done.cancelled() and call.cancel())
+
+    def _run(self, name: str, client: "_Client", call: "_Call") -> None:
         """Run `call`, then enqueue the next call of the client."""
-        _run_call(*call)
+        call.run()
         following = self._take_next(name, client)
         if following is not None:
             self._enqueue(name, client, following)
 
-    def _take_next(self, name: str, client: "_Client") -> _Call | None:
+    def _take_next(self, name: str, client: "_Client") -> "_Call | None":
         """The next waiting call of a client after a call of the client has ended; None: no call
         waits."""
         with self._clients_lock:
@@ -153,15 +163,39 @@ class _Client:
         return self.num_submitted + len(self.waiting)
 
 
-def _run_call(future: "Future[Any]", call: Callable[[], object]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = call()
-    except BaseException as error:
-        future.set_exception(error)
-        # A cycle of the traceback, this frame and the future would keep the memory of a request
-        # alive.
-        del future
-    else:
-        future.set_result(result)
+class _Call:
+    """A call and its future. Refers to neither after the call has begun: frames that outlive the
+    call, which an exception keeps, refer to the `_Call`."""
+
+    __slots__ = ("_function", "future")
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.future: Future[object] = Future()
+        self._function = function
+
+    def cancel(self) -> bool:
+        """Cancel the future, unless the call has begun."""
+        return self.future.cancel()
+
+    def run(self) -> None:
+        """Run the call, unless it is cancelled."""
+        future, function = self.future, self._function
+        self.future, self._function = Future(), _nothing
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function()
+        except BaseException as error:
+            # A cycle of the traceback, its frames and the future would keep the memory of a request
+            # alive.
+            clear_frames(error)
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+            del result
+        finally:
+            del future, function
+
+
+def _nothing() -> None:
+    """The function of a call that has begun."""

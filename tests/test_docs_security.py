@@ -21,11 +21,12 @@ from engine.structured_output import bounds as grammar_bounds
 from engine.structured_output import compilation, json_schema
 from hpu.bucketing import file as bucket_file
 from server.generation import validation
-from server.http import auth, body, json_decoder, tls
+from server.http import auth, body, held_bodies, json_decoder, tls
 from server.http import body_bounds as bounds
 from server.http import protocol as http_protocol
 from server.multimodal import decode, fetch, file_checks, image_processor, processor, video
 from server.openai.responses import chat_request as responses
+from server.openai.responses import store as stored
 from server.parsers.tool import argument_types, structural_tag
 from server.pooling import scores
 from server.process import open_files, supervisor
@@ -88,6 +89,9 @@ def isolation(limits: compilation.Limits) -> str:
         f"| bodies that are received at once | {body.MAX_BUFFERED_BODIES} times the largest size "
         f"in total, then 503; {body.MAX_SMALL_BODIES * body.LARGE_BODY_BYTES // MIB} MiB more for "
         f"bodies of at most {body.LARGE_BODY_BYTES // MIB} MiB |",
+        f"further bodies wait up to {held_bodies.MAX_WAIT_S:g} s, then 503",
+        f"| connections that receive stored streams | {stored.MAX_FOLLOWERS_PER_RESPONSE} for a "
+        f"response, {stored.MAX_FOLLOWERS_PER_CLIENT} for a client, then 503 |",
         f"| {json_decoder.MAX_VALUES:,}, of them {json_decoder.MAX_OBJECTS:,} strings",
         f"| requests that wait | {DEFAULTS.max_queued_requests}, then 503",
         f"| prompt tokens that wait | {DEFAULTS.max_queued_prompt_tokens:,}, then 503",
@@ -150,6 +154,7 @@ def isolation(limits: compilation.Limits) -> str:
         f"{tokenizer.MAX_PART_BYTES // MIB} MiB in each; {tokenizer.MAX_PADDING:,} tokens",
         f"| token of a vocabulary | {tokenizer.MAX_TOKEN_CHARACTERS:,} characters, "
         f"{tokenizer.MAX_TOKEN_TEXT_BYTES // KIB} KiB after",
+        f"| vocabulary and merges of a tokenizer | {tokenizer.MAX_MERGES:,} each",
         f"| added tokens of a tokenizer | {tokenizer.MAX_ADDED_TOKENS:,}, of "
         f"{tokenizer.MAX_ADDED_CHARACTERS:,} characters",
         f"| tokens that a tokenizer adds to a text | {tokenizer.MAX_SPECIAL_TOKENS} |",

@@ -51,6 +51,8 @@ class GgufTensor(NamedTuple):
     n_bytes: int
     data: npt.NDArray[Any]
     """Values, outermost dimension first; uint8 for block types."""
+    offset: int = 0
+    """First byte in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,4 +297,4 @@ class _Reader:
         else:
             # A tensor with a single dimension is a single row.
             data = data.reshape(*(shape[:0:-1] or (1,)), -1)
-        return GgufTensor(tensor_type, shape, n_elements, n_bytes, data)
+        return GgufTensor(tensor_type, shape, n_elements, n_bytes, data, start)

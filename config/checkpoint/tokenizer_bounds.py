@@ -37,6 +37,10 @@ of a text with all tokens that share its beginning: 10 us for each character of 
 vocabularies have tokens of up to 16 characters."""
 MAX_TOKEN_TEXT_BYTES = 16_384
 """Maximum bytes that the decoder may make of a token, by the bound below."""
+MAX_TOKENS = MAX_MERGES = 2**20
+"""Maximum tokens, and maximum merges of BPE. The library parses them under Python's lock, 5 us
+each: requests to a server that starts wait meanwhile. The largest known vocabulary has 262,144
+tokens and 514,906 merges."""
 MAX_ADDED_TOKENS = 65_536
 """Maximum added tokens. The library takes 50 us for each at start; the largest known vocabulary has
 6,500."""
@@ -67,6 +71,7 @@ class _AddedToken(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     vocab: Any = None
+    merges: msgspec.Raw = msgspec.Raw(b"null")
     unk_token: str | None = None
     continuing_subword_prefix: str | None = None
     end_of_word_suffix: str | None = None
@@ -128,6 +133,9 @@ class _Checker:
         tokens: Any = vocab if isinstance(vocab, dict) else ()
         if isinstance(vocab, list):
             tokens = [entry[0] for entry in vocab if isinstance(entry, list) and entry]
+        self._at_most("tokens in its vocabulary", len(tokens), MAX_TOKENS)
+        merges = msgspec.json.decode(model.merges, type=list[msgspec.Raw] | None)
+        self._at_most("merges", len(merges or ()), MAX_MERGES)
         longest = max((len(token) for token in tokens if isinstance(token, str)), default=0)
         longest = max(longest, max(map(len, added), default=0))
         self._at_most("characters in a token", longest, MAX_TOKEN_CHARACTERS)

@@ -2,14 +2,16 @@
 base model, and the hash of their contents. hpu/lora/adapter_weights.py makes tensors of their
 bytes."""
 
-import hashlib
 import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from config.checkpoint.safetensors_files import StoredTensor
 from config.errors import ConfigError
@@ -116,7 +118,7 @@ class LoadedAdapter(NamedTuple):
     adapter: Adapter
     content: str
     """SHA-256 of the adapter's files, as hexadecimal digits."""
-    data: bytearray
+    data: NDArray[np.uint8]
     """The bytes of the weights file; empty unless they were kept."""
 
     def info(self, name: str, parent: str | None = None, kind: str = "") -> LoRAInfo:
@@ -135,11 +137,11 @@ class LoadedAdapter(NamedTuple):
         )
 
 
-def read_adapter(folder: AdapterFolder, base: BaseModules) -> Adapter:
-    """The adapter in `folder`, from its config and the header of its weights. Raises ConfigError,
-    in a single sentence, if the adapter does not fit the model or is not supported."""
-    opened = _opened_gguf if folder.is_file else _opened_peft
-    with opened(folder, base) as (adapter, _, _):
+def read_adapter(folder: AdapterFolder, base: BaseModules, max_rank: int) -> Adapter:
+    """The adapter in `folder`, from its config and the header of its weights. A GGUF file with far
+    more weights than an adapter of `max_rank` is not read. Raises ConfigError, in a single
+    sentence, if the adapter does not fit the model or is not supported."""
+    with _opened(folder, base, max_rank) as (adapter, _, _):
         return adapter
 
 
@@ -147,7 +149,7 @@ def check_adapter(
     folder: AdapterFolder, base: BaseModules, max_rank: int, extra_targets: tuple[str, ...]
 ) -> None:
     """Like read_adapter, but also checks the server's limits."""
-    _check_limits(read_adapter(folder, base), max_rank, extra_targets)
+    _check_limits(read_adapter(folder, base, max_rank), max_rank, extra_targets)
 
 
 def load_adapter(
@@ -160,8 +162,7 @@ def load_adapter(
 ) -> LoadedAdapter:
     """Like read_adapter, but also checks the server's limits and all values. Reads each file
     once."""
-    opened = _opened_gguf if folder.is_file else _opened_peft
-    with opened(folder, base) as (adapter, config, weights):
+    with _opened(folder, base, max_rank) as (adapter, config, weights):
         _check_limits(adapter, max_rank, extra_targets)
         for base_tensor in adapter.base_tensors:
             _check_base_values(adapter, base_tensor, weights, base)
@@ -176,14 +177,19 @@ Opened = Iterator[tuple[Adapter, bytes, OpenWeights]]
 """An adapter, bytes of its settings for the hash, and its weights as a safetensors file."""
 
 
+def _opened(
+    folder: AdapterFolder, base: BaseModules, max_rank: int
+) -> AbstractContextManager[tuple[Adapter, bytes, OpenWeights]]:
+    return _opened_gguf(folder, base, max_rank) if folder.is_file else _opened_peft(folder, base)
+
+
 @contextmanager
-def _opened_gguf(folder: AdapterFolder, base: BaseModules) -> Opened:
+def _opened_gguf(folder: AdapterFolder, base: BaseModules, max_rank: int) -> Opened:
     """An adapter in a GGUF file."""
     file = folder.name
-    data = folder.read_file(MAX_FILE_BYTES)
-    pairs = read_gguf_adapter(data, file, base)
-    content = hashlib.sha256(data).digest()
-    del data
+    with folder.open_file(MAX_FILE_BYTES) as stored:
+        pairs, content = read_gguf_adapter(stored, base, max_rank)
+    del stored
     with written(pairs) as opened:
         weights = OpenWeights(opened, file, 2 * len(pairs))
         stored = {tensor.name: tensor for tensor in weights.tensors}

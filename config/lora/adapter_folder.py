@@ -116,17 +116,16 @@ class AdapterFolder:
                 )
         return bytes(data), parse_json_object(bytes(data), self.file(CONFIG_FILE))
 
-    def read_file(self, max_bytes: int) -> bytearray:
-        """The bytes of an adapter that is a file. Raises ConfigError."""
+    @contextmanager
+    def open_file(self, max_bytes: int) -> "Iterator[PartialFile]":
+        """An adapter that is a file, before it is read. Raises ConfigError."""
         with self.open("") as opened:
             num_bytes = os.fstat(opened.fileno()).st_size
             if num_bytes > max_bytes:
                 raise ConfigError(
                     f"{self.name} has {num_bytes} bytes, at most {max_bytes} are read"
                 )
-            data = bytearray(num_bytes)
-            _fill(opened, memoryview(data), self.name)
-        return data
+            yield PartialFile(opened, self.name, num_bytes)
 
     def _missing(self, name: str, error: OSError | ValueError) -> ConfigError:
         if not os.path.exists(self.path):
@@ -153,6 +152,27 @@ class AdapterFolder:
             )
 
 
+class PartialFile:
+    """A file that is read in parts, each at its place in memory of the file's size. The system
+    gives memory only to the parts that are read."""
+
+    def __init__(self, opened: FileIO, name: str, num_bytes: int) -> None:
+        """`name`: its name in errors."""
+        self.name = name
+        self.data = np.empty(num_bytes, np.uint8)
+        self._opened = opened
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Read bytes `begin` to `end`, or to the end of the file. Other threads run meanwhile.
+        Raises ConfigError."""
+        end = min(end, len(self.data))
+        self._opened.seek(begin)
+        for start in range(begin, end, _CHUNK_BYTES):
+            part = self.data[start : min(start + _CHUNK_BYTES, end)]
+            _fill(self._opened, part.data, self.name)
+        return self.data[begin:end]
+
+
 class _Entry(msgspec.Struct, gc=False):
     """A tensor in the header."""
 
@@ -176,14 +196,15 @@ class OpenWeights:
 
     def read(
         self, config: bytes, *, keeps_bytes: bool
-    ) -> tuple[str, bytearray, dict[StoredTensor, float]]:
+    ) -> tuple[str, NDArray[np.uint8], dict[StoredTensor, float]]:
         """(hash, bytes, magnitudes): the SHA-256 of the config's bytes and the file, as hexadecimal
         digits; the bytes of the file, if `keeps_bytes`; the largest absolute value of each tensor,
         infinite if the tensor holds a value that is not finite. Raises ConfigError."""
         digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
         digest.update(self.num_bytes.to_bytes(8, "little") + self._header)
-        data = bytearray(self.num_bytes if keeps_bytes else 0)
-        data[: len(self._header)] = self._header if keeps_bytes else b""
+        # Not filled with zeros, which would take seconds under Python's lock.
+        data = np.empty(self.num_bytes if keeps_bytes else 0, np.uint8)
+        data[: len(self._header)] = np.frombuffer(self._header if keeps_bytes else b"", np.uint8)
         chunk = memoryview(bytearray(_CHUNK_BYTES))
         largest: dict[StoredTensor, float] = {}
         for tensor in self.tensors:
@@ -192,7 +213,7 @@ class OpenWeights:
             for begin in range(tensor.offset, end, _CHUNK_BYTES):
                 part = chunk[: min(_CHUNK_BYTES, end - begin)]
                 if keeps_bytes:
-                    part = memoryview(data)[begin : begin + len(part)]
+                    part = data[begin : begin + len(part)].data
                 _fill(self._opened, part, self._file)
                 digest.update(part)
                 top = max(top, _top_bits(part, tensor.dtype))

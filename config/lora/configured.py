@@ -97,6 +97,7 @@ def extra_targets(
     found: set[str] = set()
     for adapter in configured_adapters(config, download_dir):
         with naming(adapter):
-            read = read_adapter(AdapterFolder(adapter.path, label=adapter.label), base)
+            folder = AdapterFolder(adapter.path, label=adapter.label)
+            read = read_adapter(folder, base, config.max_lora_rank)
         found.update(read.extra_targets)
     return tuple(kind for kind in EXTRA_TARGETS if kind in found or kind in asked)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from config.checkpoint.gguf_metadata import GgufFile, GgufTensor, parse_gguf
 from config.checkpoint.gguf_tensors import MissingTensor, Part, Rows, Source, WeightSources
 from config.checkpoint.gguf_weights import write_stream
 from config.errors import ConfigError
+from config.lora.adapter_folder import PartialFile
 from config.lora.base_modules import DOWN, GATE_UP, BaseModule, BaseModules, ExpertStack
 from config.model.json_fields import shown
 
@@ -57,11 +59,19 @@ class GgufPair(NamedTuple):
         return f"{self.name}.lora_a", f"{self.name}.lora_b"
 
 
-def read_gguf_adapter(data: bytearray, file: str, base: BaseModules) -> tuple[GgufPair, ...]:
-    """Read the adapter in the bytes of `file`, whose name is used in errors. Raises ConfigError for
-    content that does not fit the base model."""
-    opened = parse_gguf(np.frombuffer(data, np.uint8), Path(file), MAX_METADATA_BYTES)
+def read_gguf_adapter(
+    stored: PartialFile, base: BaseModules, max_rank: int
+) -> tuple[tuple[GgufPair, ...], bytes]:
+    """Read an adapter's matrices; returns them and the SHA-256 of the metadata and the matrices.
+    The matrices are read only if the metadata fits the base model, and if they have at most twice
+    the numbers of a whole adapter of `max_rank`. Raises ConfigError for content that does not
+    fit."""
+    file = stored.name
+    head = stored.read(0, MAX_METADATA_BYTES)
+    opened = parse_gguf(stored.data, Path(file), MAX_METADATA_BYTES)
     alpha = _checked_alpha(opened, file, base)
+    _check_tensors(opened, file, base, max_rank)
+    content = _read_tensors(stored, head, opened)
     pairs = {name: _scaled(pair, alpha) for name, pair in _pairs(opened, file).items()}
     used: set[str] = set()
     found = [*_modules(pairs, opened, base, used), *_experts(pairs, file, base, used)]
@@ -72,7 +82,19 @@ def read_gguf_adapter(data: bytearray, file: str, base: BaseModules) -> tuple[Gg
         )
     for pair in found:
         _check_shapes(pair, file)
-    return tuple(found)
+    return tuple(found), content
+
+
+def _read_tensors(stored: PartialFile, head: Array, opened: GgufFile) -> bytes:
+    """Read the tensors that are not in `head`, the begin of the file; returns the hash."""
+    tensors = sorted(opened.tensors.values(), key=lambda tensor: tensor.offset)
+    digest = sha256(len(stored.data).to_bytes(8, "little"))
+    digest.update(head[: tensors[0].offset])
+    for tensor in tensors:
+        end = tensor.offset + tensor.n_bytes
+        stored.read(max(tensor.offset, len(head)), end)
+        digest.update(stored.data[tensor.offset : end])
+    return digest.digest()
 
 
 @contextmanager
@@ -134,13 +156,16 @@ def _checked_alpha(opened: GgufFile, file: str, base: BaseModules) -> float:
     return opened.value("adapter.lora.alpha", float) or 0.0
 
 
-def _pairs(opened: GgufFile, file: str) -> dict[str, Matrices]:
-    """Name of the changed tensor -> its matrices. Matrices of stacked experts have a further
-    leading dimension."""
+def _check_tensors(opened: GgufFile, file: str, base: BaseModules, max_rank: int) -> None:
+    """Raise ConfigError for tensors that are no matrices of LoRA, or more than an adapter of the
+    base model can have."""
+    if not opened.tensors:
+        raise ConfigError(f"{file} has 0 low-rank matrices, an adapter needs at least 2")
+    features = sum(module.in_features + module.out_features for module in base.modules.values())
+    most = min(MAX_NUMBERS, 2 * max_rank * features)
     count = sum(tensor.n_elements for tensor in opened.tensors.values())
-    if count > MAX_NUMBERS:
-        raise ConfigError(f"{file} has {count} numbers, at most {MAX_NUMBERS} are read")
-    halves: dict[str, dict[str, Array]] = {}
+    if count > most:
+        raise ConfigError(f"{file} has {count} numbers, at most {most} are read")
     for name, tensor in opened.tensors.items():
         stem, end = name[:-7], name[-7:]
         if end not in _ENDS:
@@ -151,17 +176,21 @@ def _pairs(opened: GgufFile, file: str) -> dict[str, Matrices]:
                 f"{file} has {shown(name)[1:-1]} of {len(tensor.shape)} dimensions, it must have "
                 f"{dimensions}"
             )
-        halves.setdefault(stem, {})[end] = _numbers(tensor, name, file)
-    if not halves:
-        raise ConfigError(f"{file} has 0 low-rank matrices, an adapter needs at least 2")
+        other = _ENDS[end == _ENDS[0]]
+        if f"{stem}{other}" not in opened.tensors:
+            raise ConfigError(f"{file} has no {shown(stem)[1:-1]}{other}, but {shown(name)[1:-1]}")
+
+
+def _pairs(opened: GgufFile, file: str) -> dict[str, Matrices]:
+    """Name of the changed tensor -> its matrices. Matrices of stacked experts have a further
+    leading dimension."""
+    halves: dict[str, dict[str, Array]] = {}
+    for name, tensor in opened.tensors.items():
+        halves.setdefault(name[:-7], {})[name[-7:]] = _numbers(tensor, name, file)
     return {stem: _pair(stem, found, file) for stem, found in halves.items()}
 
 
 def _pair(stem: str, found: Mapping[str, Array], file: str) -> Matrices:
-    missing = [end for end in _ENDS if end not in found]
-    if missing:
-        (there,) = found
-        raise ConfigError(f"{file} has no {stem}{missing[0]}, but {stem}{there}")
     a, b = (found[end] for end in _ENDS)
     if stem == _TABLE:
         # Its rows are looked up.

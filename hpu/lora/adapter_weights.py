@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from config.checkpoint.safetensors_files import StoredTensor
@@ -44,11 +45,11 @@ def rank_weights(loaded: LoadedAdapter, at: ShardRank, dtype: torch.dtype) -> It
             yield from _parts(module, *_own(module, a, b), at, dtype)
 
 
-def _tensor(data: bytearray, stored: StoredTensor) -> Tensor:
+def _tensor(data: NDArray[np.uint8], stored: StoredTensor) -> Tensor:
     """Copied: the bytes may be unaligned in the file."""
     tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     target = tensor.view(-1).view(torch.uint8).numpy()
-    target[:] = np.frombuffer(data, np.uint8, stored.num_bytes, stored.offset)
+    target[:] = data[stored.offset : stored.offset + stored.num_bytes]
     return tensor
 
 

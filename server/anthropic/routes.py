@@ -15,7 +15,7 @@ from server.http.body import MANY_BYTES, ReceivedBody, json_response, parse
 from server.http.openapi import MESSAGES_ANSWERS, MESSAGES_GENERATES, takes
 from server.openai.chat_request import count_prompt_tokens, start_chat
 from server.openai.schema.chat import ChatBody
-from server.serving.job import collect_choices, stream_response
+from server.serving.job import ServingRequest, collect_choices, stream_response
 from server.serving.state import AppState
 
 
@@ -30,12 +30,8 @@ def messages_routes(state: AppState) -> APIRouter:
         responses=MESSAGES_GENERATES,
     )
     async def create_message(request: Request) -> Response:
-        state.generation_pipeline()
-        sent = await state.bodies.read_object(request)
-        body = await parse(MessagesBody, sent)
-        job = await start_chat(state, request, await _chat(state, body, sent), id_prefix="msg_")
-        shows = body.thinking is None or body.thinking.display != "omitted"
-        if body.stream:
+        job, shows = await _start(state, request)
+        if job.body.stream:
             return stream_response(job, MessageEvents(job, shows_reasoning=shows))
         (choice,) = await collect_choices(job, request)
         return json_response(full_message(job, choice, shows_reasoning=shows))
@@ -53,6 +49,19 @@ def messages_routes(state: AppState) -> APIRouter:
         return json_response({"input_tokens": count})
 
     return router
+
+
+async def _start(state: AppState, request: Request) -> tuple[ServingRequest, bool]:
+    """The request in the engine, which refers only to the converted body, and whether the answer
+    shows the reasoning."""
+    state.generation_pipeline()
+    sent = await state.bodies.read_object(request)
+    body = await parse(MessagesBody, sent)
+    chat = await _chat(state, body, sent)
+    chat.hold(sent.held)
+    job = await start_chat(state, request, chat, id_prefix="msg_")
+    chat.drop_prompt()
+    return job, body.thinking is None or body.thinking.display != "omitted"
 
 
 async def _chat(state: AppState, body: CountBody, sent: ReceivedBody) -> ChatBody:

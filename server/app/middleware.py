@@ -13,13 +13,14 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from config.error_frames import release_frames
 from config.errors import Overloaded
 from config.fair_threads import client_of_task, current_client
 from config.log import PROBES
 from config.native import panics_as_errors
 from server.anthropic.errors import is_messages, refusal
 from server.http.access_log import RequestRecord, attach_record, detach_record, record_of
-from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of, release_frames
+from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
 from server.http.pacing import LoopPacer
 from server.http.trusted_proxies import TrustedProxies
 from server.openai.schema.generation import MAX_REQUEST_ID_CHARACTERS, is_header_word
@@ -127,6 +128,7 @@ class AuthMiddleware:
         except Exception as error:  # process border: one response, one log line
             if record.status:
                 logger.exception("request %s failed in the middle of its response", record.id)
+                release_frames(error)
                 return
             if isinstance(error, Overloaded):
                 is_full = error.type == "server_overloaded"

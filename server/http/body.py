@@ -16,6 +16,7 @@ from config.fair_threads import FairThreads
 from config.malloc import trim_memory
 from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
+from server.http.held_bodies import HeldBodies, HeldBody, decoded_bytes
 from server.http.json_decoder import PIECE_BYTES, decode_json
 from server.http.json_encoder import encode_json
 
@@ -31,6 +32,10 @@ class Body(Protocol):
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any], /) -> list[str]:
         """The fields of `data` that the body does not have."""
+        ...
+
+    def hold(self, held: HeldBody) -> None:
+        """Count the body's memory in `held` while anything refers to the body."""
         ...
 
 
@@ -50,14 +55,17 @@ MANY_BYTES = 100_000
 """Maximum size of a body that is validated on the event loop: some milliseconds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReceivedBody:
     """A request body, decoded but not validated."""
 
     fields: dict[str, Any]
+    """Empty after `parse`: handlers refer to the body while the model generates."""
     num_bytes: int
     record: RequestRecord
     """The record of the request."""
+    held: HeldBody
+    """The memory of the fields."""
 
 
 class BodyReader:
@@ -67,6 +75,7 @@ class BodyReader:
         self._max_bytes = max_bytes
         self._num_buffered_bytes = 0
         """Bytes of all bodies that are being received or wait to be decoded."""
+        self._held = HeldBodies()
         # A single thread: several threads would alternate on the GIL and delay the event loop more.
         self._thread = FairThreads(1, "decode")
         self._trim_timer: asyncio.TimerHandle | None = None
@@ -79,15 +88,17 @@ class BodyReader:
         _check_content_encoding(request.headers.get("content-encoding", ""))
         _check_content_length(request.headers.get("content-length", ""), self._max_bytes)
         chunks: list[bytes] = []
-        size = 0
+        size = num_decoded_bytes = 0
         try:
             async for chunk in request.stream():
                 size += len(chunk)
+                num_decoded_bytes += decoded_bytes(chunk)
                 self._num_buffered_bytes += len(chunk)
                 self._check_size(size)
                 chunks.append(chunk)
             if not size:
                 raise UserError("the body is empty, it must be a JSON object")
+            held = await self._held.hold(num_decoded_bytes, self._max_buffered(size))
             decoded = await self._decode(chunks, size)
         except ClientDisconnect:
             raise ClientGone from None
@@ -95,19 +106,24 @@ class BodyReader:
             self._num_buffered_bytes -= size
         if not isinstance(decoded, dict):
             raise UserError("the body must be a JSON object")
-        return ReceivedBody(decoded, size, record_of(request.scope))
+        return ReceivedBody(decoded, size, record_of(request.scope), held)
 
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
             raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
-        max_buffered = MAX_BUFFERED_BODIES * self._max_bytes
-        if size <= LARGE_BODY_BYTES:
-            max_buffered += MAX_SMALL_BODIES * LARGE_BODY_BYTES
+        max_buffered = self._max_buffered(size)
         if self._num_buffered_bytes > max_buffered:
             raise Overloaded(
                 f"the bodies that are read have {self._num_buffered_bytes} bytes, at most "
                 f"{max_buffered} may"
             )
+
+    def _max_buffered(self, size: int) -> int:
+        """Maximum bytes of all bodies for a body of `size` bytes."""
+        max_buffered = MAX_BUFFERED_BODIES * self._max_bytes
+        return max_buffered + (
+            MAX_SMALL_BODIES * LARGE_BODY_BYTES if size <= LARGE_BODY_BYTES else 0
+        )
 
     async def _decode(self, chunks: list[bytes], size: int) -> Any:
         if size > LARGE_BODY_BYTES:
@@ -141,14 +157,17 @@ class BodyReader:
 
 async def parse(kind: type[B], body: ReceivedBody) -> B:
     """Validate a body as `kind`; a large body on a thread. Stores its unknown fields in the record
-    of the request. Raises UserError."""
+    of the request, and empties `body.fields`. Raises UserError."""
 
     def validate() -> B:
         if unknown := kind.unknown_fields(body.fields):
             body.record.ignored_fields = unknown[: MAX_IGNORED_FIELDS + 1]
         return validate_fields(kind, body.fields)
 
-    return validate() if body.num_bytes <= MANY_BYTES else await asyncio.to_thread(validate)
+    parsed = validate() if body.num_bytes <= MANY_BYTES else await asyncio.to_thread(validate)
+    body.fields = {}
+    parsed.hold(body.held)
+    return parsed
 
 
 def validate_fields(kind: type[B], fields: dict[str, Any]) -> B:

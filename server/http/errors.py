@@ -2,7 +2,6 @@
 
 import logging
 import re
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -100,22 +99,6 @@ def shortened(message: str) -> str:
     half = MAX_MESSAGE_CHARACTERS // 2 - 10
     raw = message.encode()
     return f"{raw[:half].decode('utf-8', 'ignore')} [...] {raw[-half:].decode('utf-8', 'ignore')}"
-
-
-def release_frames(error: BaseException) -> None:
-    """Clear the local variables of the frames in the tracebacks of an error and of its causes. They
-    refer to the body of the request, often in a cycle, which only the garbage collector would free
-    much later. The error must have been logged."""
-    chain: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while chain:
-        current = chain.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        traceback.clear_frames(current.__traceback__)
-        current.__traceback__ = None
-        chain += [current.__cause__, current.__context__]
 
 
 def fault_of(error: Exception) -> Fault:

@@ -55,6 +55,7 @@ def completion_routes(state: AppState) -> APIRouter:
     )
     async def create_completion(request: Request) -> Response:
         job = await _start(state, request)
+        job.body.drop_prompt()
         texts = await _echoed_texts(job) if job.body.echo else None
         if job.body.stream:
             return stream_response(job, CompletionChunks(job, texts, _hidden(job)))

@@ -128,7 +128,13 @@ def _adapter(lora_dir: str, body: LoadAdapterBody) -> NamedAdapter:
     except (OSError, ValueError, RuntimeError):
         folder = None
     is_below = folder is not None and folder.is_relative_to(root)
-    if folder is None or not is_below or not (folder.is_dir() or folder.is_file()):
+    # Errors name the path as it was sent, and an empty path names nothing.
+    if (
+        not body.lora_path
+        or folder is None
+        or not is_below
+        or not (folder.is_dir() or folder.is_file())
+    ):
         raise NotFound(
             f"lora_path is {body.lora_path!r:.200}, it must name a folder or a GGUF file below the "
             "server's --lora-dir",

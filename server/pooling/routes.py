@@ -232,6 +232,7 @@ async def _inputs(
             )
             inputs = await processor.prompts(prompts, options)
     processor.check_size(inputs)
+    body.drop_prompt()
     return inputs
 
 

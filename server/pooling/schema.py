@@ -98,6 +98,8 @@ class _Encoded(Body):
 class _Prompts(Body):
     """Texts or token ids."""
 
+    prompt_fields: ClassVar[tuple[str, ...]] = ("input",)
+
     input: Annotated[Any, WithJsonSchema(prompts_schema(MAX_INPUTS))]
     add_special_tokens: bool | None = Field(
         None, description="Whether special tokens are put around a text; default true."

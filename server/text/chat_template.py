@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from jinja2 import TemplateError
 
+from config.error_frames import release_frames
 from config.errors import ConfigError, Overloaded, UserError
 from config.fair_threads import FairThreads
 from config.model.json_fields import MAX_JSON_BYTES
@@ -176,8 +177,9 @@ class ChatTemplate:
         if not is_from_request and is_short and compiled and may_run_inline(compiled):
             try:
                 return self._inline.run(call)
-            except TooSlow:
+            except TooSlow as error:
                 compiled.was_stopped = True
+                release_frames(error)
         if is_from_request and self._isolation is not None:
             async with self._slots.hold(client):
                 return await self._render_isolated(self._isolation, request, mark)
@@ -248,8 +250,10 @@ class ChatTemplate:
             job.stop()
             await asyncio.wait([future], timeout=STOP_GRACE_S)
             # The rendering may have ended before it was stopped.
-            if future.done() and not isinstance(future.exception(), TooSlow):
-                return future.result()
+            if future.done():
+                if not isinstance(error := future.exception(), TooSlow):
+                    return future.result()
+                release_frames(error)
         finally:
             if not future.done():
                 job.stop()

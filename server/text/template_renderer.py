@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from jinja2 import Template
 
+from config.error_frames import release_frames
 from config.errors import UserError
 from server.text.long_texts import without_lone_surrogates
 from server.text.messages import (
@@ -213,9 +214,10 @@ class CompiledTemplate:
                 self._shows_tools = _PROBE["function"]["name"] in text
             except TooSlow:
                 raise
-            except Exception:  # the probe lacks something that the template needs: the request will
-                # show
+            except Exception as error:  # the probe lacks something that the template needs: the
+                # request will show
                 self._shows_tools = True
+                release_frames(error)
         return self._shows_tools
 
     def needs_generic_tools(self, messages: list[Message], given: dict[str, Any]) -> bool:
@@ -260,5 +262,6 @@ class CompiledTemplate:
             )
         except TooSlow:
             raise
-        except Exception:  # the template rejects this format
+        except Exception as error:  # the template rejects this format
+            release_frames(error)
             return ""

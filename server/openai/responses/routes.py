@@ -1,7 +1,7 @@
 """/v1/responses: create (whole, streamed, background), retrieve, cancel, delete."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import UserError
+from config.fair_threads import current_client
 from server.http.access_log import attach_record, record_of
 from server.http.body import MANY_BYTES, ReceivedBody, built_response, json_response, parse
 from server.http.body_bounds import QueryInteger
@@ -27,7 +28,12 @@ from server.openai.responses.chat_request import (
     resolve_request,
 )
 from server.openai.responses.schema import ResponseBody
-from server.openai.responses.store import EndedResponse, ResponseStore, StoredResponse
+from server.openai.responses.store import (
+    EndedResponse,
+    ItemHistory,
+    ResponseStore,
+    StoredResponse,
+)
 from server.openai.responses.truncation import is_too_long, shortened
 from server.openai.responses.writer import Fields, ResponseWriter, number_of
 from server.serving.job import ServingRequest, run_to_end, sse_frames
@@ -59,9 +65,10 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         ROUTE, summary="Respond to items", openapi_extra=takes("ResponseBody"), responses=GENERATES
     )
     async def create_response(request: Request) -> Response:
-        sent, body = await _read(state, request)
-        if (peer := state.peers.peer_of(previous_number(body))) is not None:
-            return ForwardedResponse(peer, request, sent.fields)
+        read = await _read(state, request)
+        if isinstance(read, Response):
+            return read
+        sent, body = read
         is_stored = _is_stored(store, body)
         owner = record_of(request.scope).owner
         resolved = await resolve_request(
@@ -71,7 +78,12 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
             # A separate record: the job continues after this request has ended.
             attach_record(request.scope, replace(record_of(request.scope)))
         job = await _start(state, request, resolved, is_cut=body.truncation == "auto")
-        entry = StoredResponse(job.id, owner, resolved.history, is_background=bool(body.background))
+        history = resolved.history if is_stored else ItemHistory(b"[]", None)
+        del resolved
+        job.body.drop_prompt()
+        body.drop_prompt(len(history.data))
+        job.body.hold(sent.held)
+        entry = StoredResponse(job.id, owner, history, is_background=bool(body.background))
 
         def on_end(response: EndedResponse) -> None:
             if is_stored:
@@ -92,7 +104,10 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
                 entry.events = []
             first = writer.fields()
             BackgroundResponse(job, writer, entry, store, record_of(request.scope)).start()
-            return _stream_stored(state, store, entry, -1) if body.stream else json_response(first)
+            if not body.stream:
+                return json_response(first)
+            # Not counted as a follower: the number of running responses is limited.
+            return _stream_stored(state, store, entry, -1, on_close=lambda: None)
         if body.stream:
             return EventStream(
                 _streamed(job, writer), keep_alive_s=state.config.keep_alive_s, on_close=job.close
@@ -106,9 +121,10 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         openapi_extra=takes("ResponseBody"),
     )
     async def count_response_tokens(request: Request) -> Response:
-        sent, body = await _read(state, request)
-        if (peer := state.peers.peer_of(previous_number(body))) is not None:
-            return ForwardedResponse(peer, request, sent.fields)
+        read = await _read(state, request)
+        if isinstance(read, Response):
+            return read
+        sent, body = read
         owner = record_of(request.scope).owner
         resolved = await resolve_request(
             store, body, sent.num_bytes, state.peers.new_id(), owner, state.media_kinds
@@ -150,7 +166,10 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
             raise UserError(
                 f"starting_after is {after}, it must be at least 0", param="starting_after"
             )
-        return _stream_stored(state, store, entry, after)
+        client = current_client.get() or ""
+        store.followers.add(entry.id, client)
+        on_close = partial(store.followers.remove, entry.id, client)
+        return _stream_stored(state, store, entry, after, on_close)
 
     @router.delete(path, summary="Keep a response no longer")
     async def delete_response(request: Request, response_id: str) -> Response:
@@ -185,10 +204,17 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
         return await built_response(page, entry.input_history.num_bytes // BYTES_PER_VALUE)
 
 
-async def _read(state: AppState, request: Request) -> tuple[ReceivedBody, ResponseBody]:
+async def _read(
+    state: AppState, request: Request
+) -> tuple[ReceivedBody, ResponseBody] | ForwardedResponse:
+    """The body, or the answer of the API server that stores the conversation."""
     state.generation_pipeline()
     sent = await state.bodies.read_object(request)
-    return sent, await parse(ResponseBody, sent)
+    fields = sent.fields
+    body = await parse(ResponseBody, sent)
+    if (peer := state.peers.peer_of(previous_number(body))) is not None:
+        return ForwardedResponse(peer, request, fields)
+    return sent, body
 
 
 def _entry(store: ResponseStore, request: Request, response_id: str) -> StoredResponse:
@@ -240,13 +266,17 @@ async def _stored_answer(entry: StoredResponse) -> Response:
 
 
 def _stream_stored(
-    state: AppState, store: ResponseStore, entry: StoredResponse, after: int
+    state: AppState,
+    store: ResponseStore,
+    entry: StoredResponse,
+    after: int,
+    on_close: Callable[[], None],
 ) -> Response:
-    """The stream of a background response; it continues when the client disconnects."""
+    """The stream of a background response, which continues when the client disconnects."""
     return EventStream(
         follow_events(entry, after, store.pacer),
         keep_alive_s=state.config.keep_alive_s,
-        on_close=lambda: None,
+        on_close=on_close,
     )
 
 

@@ -130,6 +130,13 @@ class ResponseBody(GenerationBody):
         "use_beam_search": (False,),
     }
 
+    prompt_fields: ClassVar[tuple[str, ...]] = (
+        "input",
+        "documents",
+        "chat_template",
+        "chat_template_kwargs",
+    )
+
     input: Annotated[Any, WithJsonSchema(_INPUT)] = None
     instructions: str | None = Field(None, description="Not inherited by the next response.")
     previous_response_id: Label | None = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -19,6 +20,10 @@ CONTINUABLE = ("completed", "incomplete")
 """Final statuses of responses that a later response can continue."""
 MIN_EXPIRY_INTERVAL_S = 1.0
 """Minimum seconds between two checks for expired responses."""
+MAX_FOLLOWERS_PER_RESPONSE = 16
+"""Maximum connections that receive the stream of a response. Each event wakes all of them."""
+MAX_FOLLOWERS_PER_CLIENT = 64
+"""Maximum connections of a client that receive stored streams."""
 _SHOWN = 80
 
 
@@ -151,6 +156,36 @@ class StoredResponse:
         changed.set()
 
 
+class Followers:
+    """Counts the connections that receive stored streams, by response and by client."""
+
+    def __init__(self) -> None:
+        self._of_response: Counter[str] = Counter()
+        self._of_client: Counter[str] = Counter()
+
+    def add(self, response_id: str, client: str) -> None:
+        """Count a connection of `client`. Raises Overloaded at a limit."""
+        if (count := self._of_response[response_id]) >= MAX_FOLLOWERS_PER_RESPONSE:
+            raise Overloaded(
+                f"{count} connections receive the stream of {response_id}, at most "
+                f"{MAX_FOLLOWERS_PER_RESPONSE} may"
+            )
+        if (count := self._of_client[client]) >= MAX_FOLLOWERS_PER_CLIENT:
+            raise Overloaded(
+                f"{count} connections of this client receive stored streams, at most "
+                f"{MAX_FOLLOWERS_PER_CLIENT} may"
+            )
+        self._of_response[response_id] += 1
+        self._of_client[client] += 1
+
+    def remove(self, response_id: str, client: str) -> None:
+        """Count a connection no longer."""
+        for counter, key in ((self._of_response, response_id), (self._of_client, client)):
+            counter[key] -= 1
+            if not counter[key]:
+                del counter[key]
+
+
 class ResponseStore:
     """Responses by id. Running responses count towards the bounds and are never evicted; if they
     fill the store, new responses are refused."""
@@ -172,6 +207,7 @@ class ResponseStore:
         self.num_bytes = 0
         self.pacer = LoopPacer()
         """Paces the replays of stored streams."""
+        self.followers = Followers()
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:

@@ -65,6 +65,13 @@ _MESSAGE = record(
 class ChatPromptBody(Body):
     """The fields that make the prompt of a chat: shared by chat and /tokenize."""
 
+    prompt_fields: ClassVar[tuple[str, ...]] = (
+        "messages",
+        "documents",
+        "chat_template",
+        "chat_template_kwargs",
+    )
+
     messages: Annotated[Messages, WithJsonSchema(array(_MESSAGE, minItems=1))]
     tools: Annotated[Tools | None, WithJsonSchema(TOOLS_SCHEMA)] = None
     tool_choice: Annotated[ToolChoice, WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None

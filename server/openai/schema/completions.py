@@ -41,6 +41,7 @@ class CompletionBody(GenerationBody):
         "thinking_token_budget": (),
     }
     other_routes: ClassVar[OtherRoutes] = {"messages": ("prompt", "/v1/chat/completions")}
+    prompt_fields: ClassVar[tuple[str, ...]] = ("prompt",)
 
     prompt: Annotated[Any, WithJsonSchema(prompts_schema(MAX_PROMPTS))]
     max_tokens: Integer | None = Field(None, description=f"Default {DEFAULT_MAX_TOKENS}.")

@@ -8,7 +8,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    WithJsonSchema,
+    model_validator,
+)
 
 from config.errors import UserError
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
@@ -24,6 +32,7 @@ from server.http.body_bounds import (
     Words,
     whole,
 )
+from server.http.held_bodies import NOT_HELD, HeldBody
 from server.http.json_encoder import weighs_more
 from server.openai.schema.json_schema import TEXT, any_of, array
 from server.openai.schema.structured import FIELDS, spec_of
@@ -36,6 +45,9 @@ INLINE_IDS = 5_000
 """Maximum token ids converted on the event loop, about a millisecond."""
 INLINE_WEIGHT = 2_000
 """Maximum weight (see `weighs_more`) of fields with schemas converted on the event loop."""
+LEFT_WEIGHT = 4_000
+"""Weight (see `weighs_more`) above which the fields of a body besides the prompt stay counted until
+the request ends: 100 to 500 kB."""
 MAX_STOP_CHARACTERS = 1_024
 """Maximum length of a stop string: the text of each token is compared with all its prefixes."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -86,6 +98,29 @@ class Body(BaseModel):
         """The fields of `data` that are not null and that this body does not have."""
         known = cls.model_fields.keys() | cls.unsupported.keys() | cls.without_effect
         return [name for name, value in data.items() if name not in known and value is not None]
+
+    prompt_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that only the prompt is made of."""
+
+    _held: HeldBody = PrivateAttr(default_factory=lambda: NOT_HELD)
+
+    def hold(self, held: HeldBody) -> None:
+        """Count the body's memory in `held` while anything refers to the body."""
+        self._held = held
+
+    def drop_prompt(self, left_bytes: int = 0) -> None:
+        """Empty the prompt's fields: the request continues for long, and needs only the other
+        fields. `left_bytes`: memory that the request takes besides the body. Large other fields
+        stay counted."""
+        for name in self.prompt_fields:
+            if value := getattr(self, name):
+                setattr(self, name, type(value)())
+        left = [
+            value.__dict__ if isinstance(value, BaseModel) else value
+            for value in self.__dict__.values()
+        ]
+        if not weighs_more(left, LEFT_WEIGHT):
+            self._held.free(left_bytes)
 
     other_routes: ClassVar[OtherRoutes] = {}
     """Field of another route's body: the field that this body needs in its place, the route."""

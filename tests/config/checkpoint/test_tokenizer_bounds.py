@@ -23,6 +23,7 @@ from tokenizers import normalizers, pre_tokenizers
 from config.checkpoint.tokenizer_bounds import (
     MAX_GROWTH,
     MAX_LINEAR_UNIGRAM_CHARACTERS,
+    MAX_MERGES,
     MAX_TOKEN_CHARACTERS,
     TokenizerBounds,
     check_tokenizer_file,
@@ -50,6 +51,17 @@ def test_a_tokenizer_that_multiplies_is_refused_in_one_sentence(tmp_path: Path, 
 
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize("field", ["merges", "vocab"])
+def test_a_model_that_takes_long_to_parse_is_refused(tmp_path: Path, field: str) -> None:
+    count = MAX_MERGES + 1
+    model = json.loads(text_folders.byte_level().to_str())["model"]
+    tokens = {f"t{number}": number for number in range(count)}
+    model |= {"merges": [["a", "b"]] * count} if field == "merges" else {"vocab": tokens}
+
+    with pytest.raises(ConfigError, match=f"{count} .*, at most {MAX_MERGES} are allowed"):
+        bounds_of(tmp_path, model=model)
 
 
 def test_the_refusal_has_both_numbers(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """Adapters in GGUF files have the matrices of the same adapters in PEFT's folders."""
 
+import os
+import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -302,3 +305,75 @@ def test_a_link_out_of_the_folder_is_not_followed(llama: BaseModules, tmp_path: 
 
     with pytest.raises(ConfigError, match=r"b\.gguf leads out of --lora-dir"):
         load_adapter(link, llama, 16, ())
+
+
+def sparse_file(path: Path, header: bytes, num_bytes: int) -> Path:
+    """A file of `num_bytes` that begins with `header`; the rest has no place on the disk."""
+    path.write_bytes(header)
+    os.truncate(path, num_bytes)
+    return path
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """Growth of the peak of this process's resident memory during `call`, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    call()
+    return resident("VmHWM") - before
+
+
+def resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def test_a_large_file_with_a_wrong_header_is_refused_without_reading_it(
+    llama: BaseModules, tmp_path: Path
+) -> None:
+    header = b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60)
+    file = sparse_file(tmp_path / "a.gguf", header, 2**30)
+
+    def refused() -> None:
+        with pytest.raises(ConfigError, match="tensors, at most"):
+            load(file, llama)
+
+    began_s = time.perf_counter()
+    assert peak_of(refused) < 64 * 2**20
+    assert time.perf_counter() - began_s < 1.0
+
+
+def test_a_file_with_too_many_weights_is_refused_without_reading_them(
+    llama: BaseModules, tmp_path: Path
+) -> None:
+    pairs = {"blk.0.attn_q.weight": factors(random_product((64, 64), np.random.default_rng()), 3)}
+    small = write_pairs(tmp_path / "small.gguf", "llama", pairs, metadata=METADATA)
+    data = bytearray(small.read_bytes())
+    for name, shape in ((b"lora_a", (64, 3)), (b"lora_b", (3, 64))):
+        # The number of dimensions and the sizes follow the name in the directory.
+        place = data.index(b"blk.0.attn_q.weight." + name) + len(b"blk.0.attn_q.weight." + name)
+        assert struct.unpack_from("<IQQ", data, place) == (2, *shape)
+        struct.pack_into("<IQQ", data, place, 2, 2**13, 2**14)
+    place = data.index(b"blk.0.attn_q.weight.lora_b") + len(b"blk.0.attn_q.weight.lora_b")
+    # The second matrix begins after the first.
+    struct.pack_into("<Q", data, place + 4 + 16 + 4, 2**29)
+    file = sparse_file(tmp_path / "a.gguf", bytes(data), 2**30 + 2**20)
+
+    def refused() -> None:
+        with pytest.raises(ConfigError, match="268435456 numbers, at most"):
+            load(file, llama)
+
+    assert peak_of(refused) < 64 * 2**20
+
+
+def test_the_hash_is_of_metadata_and_weights(llama: BaseModules, tmp_path: Path) -> None:
+    pairs = {"blk.0.attn_q.weight": factors(random_product((64, 64), np.random.default_rng(0)), 3)}
+    file = write_pairs(tmp_path / "a.gguf", "llama", pairs, metadata=METADATA)
+    data = file.read_bytes()
+    contents = {load(file, llama).content}
+    for place in (len(data) - 40, len(data) // 2):
+        changed = bytearray(data)
+        changed[place] ^= 1
+        file.write_bytes(changed)
+        contents.add(load(file, llama).content)
+
+    assert len(contents) == 3

@@ -1,7 +1,9 @@
 """API keys: which requests pass, and the owner of each key."""
 
+import contextlib
 import hashlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,20 @@ def test_the_first_right_key_in_the_headers_is_the_owner() -> None:
     owner = keys.check(scope(bearer("wrong"), x_api_key("two"), x_api_key("one")))
 
     assert owner == keys.check(scope(bearer("two")))
+
+
+@pytest.mark.parametrize("key", ["wrong", "key 29999"])
+def test_the_time_of_a_check_does_not_grow_with_the_number_of_keys(key: str) -> None:
+    keys = ApiKeys([f"key {number}" for number in range(30_000)])
+    sent = scope(*[bearer("wrong")] * 3, bearer(key))
+
+    def seconds() -> float:
+        began_s = time.perf_counter()
+        with contextlib.suppress(InvalidApiKey):
+            keys.check(sent)
+        return time.perf_counter() - began_s
+
+    assert min(seconds() for _ in range(20)) < 0.001
 
 
 def test_a_key_that_is_given_twice_is_one_owner() -> None:

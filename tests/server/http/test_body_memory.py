@@ -5,16 +5,18 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from http_rig import TalkingClient, on_port
+from http_rig import TEMPLATE, VOCAB_SIZE, TalkingClient, in_memory, on_port
+from scripted_client import ScriptedClient, ready
 
+from config.error_frames import release_frames
 from config.errors import UserError
+from config.params.pooling import PoolingFacts
 from server.http import body
-from server.http.errors import release_frames
 
-TEXTS: list[weakref.ref[Any]] = []
+TEXTS: list[weakref.ref[object]] = []
 
 
 LONG = "word " * 60_000
@@ -26,10 +28,20 @@ class Text(str):
     __slots__ = ("__weakref__",)
 
 
+class Ids(list[object]):
+    """A list that can be referred to weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
 def as_texts(value: Any) -> Any:
-    """`value` with its long texts as Text."""
+    """`value` with its long texts as Text, and its long lists as Ids."""
     if isinstance(value, dict):
         return {key: as_texts(item) for key, item in value.items()}
+    if isinstance(value, list) and len(value) >= 1_000:
+        ids = Ids(value)
+        TEXTS.append(weakref.ref(ids))
+        return ids
     if isinstance(value, list):
         return [as_texts(item) for item in value]
     if not isinstance(value, str) or len(value) < 1_000:
@@ -46,52 +58,183 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
-BODIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "wrong type": ("/v1/completions", {"prompt": LONG, "n": "x"}),
-    "too many tokens": ("/v1/completions", {"prompt": LONG}),
-    "too many tokens in a list": ("/v1/completions", {"prompt": [LONG, "b"]}),
-    "wrong message": (
+Fields = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """A body that is refused, and the server that refuses it."""
+
+    path: str
+    fields: Fields
+    chat_template: str | None = None
+    status: int = 400
+
+
+LONG_IDS = [7] * 60_000
+CHAT = {"messages": [{"role": "user", "content": LONG}]}
+JUNK = {"messages": [{"role": "user", "content": "a", "junk": LONG_IDS}]}
+"""A message with a field that only the template sees."""
+RAISING = "{{ raise_exception('no') }}"
+RAISING_LATE = "{% for m in messages %}{{ m.content }}{{ raise_exception('no') }}{% endfor %}"
+PICKY = "{% if messages[0].content is string %}{{ raise_exception('parts') }}{% endif %}" + TEMPLATE
+"""A template whose probes fail."""
+SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+WORDY = "{% for m in messages %}{% for i in range(999) %}{{ m.content }}{% endfor %}{% endfor %}"
+RESPONSE = {"input": [{"role": "user", "content": LONG}]}
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+BODIES: dict[str, Case] = {
+    "wrong type": Case("/v1/completions", {"prompt": LONG, "n": "x"}),
+    "too many tokens": Case("/v1/completions", {"prompt": LONG}),
+    "too many tokens in a list": Case("/v1/completions", {"prompt": [LONG, "b"]}),
+    "too many ids": Case("/v1/completions", {"prompt": LONG_IDS}),
+    "wrong message": Case("/v1/chat/completions", {"messages": [{"role": "x", "content": LONG}]}),
+    "long chat": Case("/v1/chat/completions", CHAT),
+    "long text for a template": Case("/v1/chat/completions", CHAT, WORDY),
+    "raising template": Case("/v1/chat/completions", CHAT, RAISING),
+    "late raising template": Case("/v1/chat/completions", CHAT, RAISING_LATE),
+    "field for a raising template": Case("/v1/chat/completions", JUNK, RAISING),
+    "failing probes": Case("/v1/chat/completions", CHAT, PICKY),
+    "slow template": Case("/v1/chat/completions", JUNK, SLOW),
+    "wrong schema": Case(
         "/v1/chat/completions",
-        {"messages": [{"role": "x", "content": LONG}]},
+        {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": LONG}},
     ),
-    "long chat": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": LONG}]},
-    ),
-    "wrong schema": (
-        "/v1/chat/completions",
-        {
-            "messages": [{"role": "user", "content": "a"}],
-            "response_format": {"type": LONG},
-        },
-    ),
-    "long input": ("/v1/responses", {"input": LONG}),
+    "long input": Case("/v1/responses", {"input": LONG}),
+    "raising template of items": Case("/v1/responses", RESPONSE, RAISING),
+    "items to cut": Case("/v1/responses", {**RESPONSE, "truncation": "auto"}, RAISING),
+    "long message": Case("/v1/messages", {**CHAT, "max_tokens": 4}),
+    "raising template of blocks": Case("/v1/messages", {**CHAT, "max_tokens": 4}, RAISING),
+    "wrong number of tokens": Case("/v1/messages", {**CHAT, "max_tokens": LONG_IDS}),
+    "chat to count": Case("/v1/chat/completions/input_tokens", CHAT, RAISING),
+    "messages to count": Case("/v1/messages/count_tokens", CHAT, RAISING),
+    "items to count": Case("/v1/responses/input_tokens", RESPONSE, RAISING),
+    "chat to tokenize": Case("/tokenize", CHAT, RAISING),
+    "text to tokenize": Case("/tokenize", {"prompt": LONG, "model": "none"}, status=404),
+    "ids to decode": Case("/detokenize", {"tokens": [-1, *LONG_IDS]}),
+    "path of an adapter": Case("/v1/load_lora_adapter", {"lora_name": LONG, "lora_path": "a"}),
+    "name of an adapter": Case("/v1/unload_lora_adapter", {"lora_name": LONG}, status=404),
+    "text to embed": Case("/v1/embeddings", {"input": LONG}),
+    "text to pool": Case("/pooling", {"input": LONG}),
+    "text to classify": Case("/classify", {"input": LONG}),
+    "texts to score": Case("/score", {"text_1": LONG, "text_2": LONG}),
+    "texts to score in v1": Case("/v1/score", {"text_1": LONG, "text_2": LONG}),
+    "texts to rank": Case("/rerank", {"query": LONG, "documents": [LONG]}),
+    "texts to rank in v1": Case("/v1/rerank", {"query": LONG, "documents": [LONG]}),
+    "texts to rank in v2": Case("/v2/rerank", {"query": LONG, "documents": [LONG]}),
 }
+
+
+@pytest.fixture
+def spied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long values of bodies can be referred to weakly, in TEXTS."""
+    decode = body._decode_chunks
+    TEXTS.clear()
+    monkeypatch.setattr(body, "_decode_chunks", lambda chunks: as_texts(decode(chunks)))
+
+
+async def assert_freed() -> None:
+    for _ in range(100):
+        # A thread that worked on the text may not have dropped it yet.
+        if not any(text() is not None for text in TEXTS):
+            break
+        await asyncio.sleep(0.02)
+    assert [type(text()) for text in TEXTS if text() is not None] == []
+
+
+POOLING = {
+    "/v1/embeddings": "embed",
+    "/pooling": "embed",
+    "/classify": "classify",
+    **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), "score"),
+}
+"""Pooling routes, and their tasks."""
+
+
+def client_for(path: str) -> ScriptedClient:
+    """A client of a model that takes requests of `path`."""
+    if (task := POOLING.get(path)) is None:
+        return TalkingClient(max_model_len=512)
+    width = 1 if task == "score" else 8
+    facts = PoolingFacts(tasks=(task,), width=width, token_width=width)
+    return ScriptedClient(ready(vocab_size=VOCAB_SIZE, max_model_len=512, pooling=facts))
+
+
+async def test_each_route_with_a_body_is_tested() -> None:
+    async with in_memory(lora_dir="/tmp", api_keys=("a",), allow_runtime_lora_updating=True) as rig:
+        described = (await rig.http.get("/openapi.json")).json()["paths"]
+    taking = {path for path, routes in described.items() if "requestBody" in routes.get("post", {})}
+
+    assert taking == {case.path for case in BODIES.values()}
 
 
 @pytest.mark.parametrize("name", BODIES)
 async def test_the_body_of_a_refused_request_is_freed_at_once(
-    name: str, monkeypatch: pytest.MonkeyPatch, without_collector: None
+    name: str, spied: None, without_collector: None
 ) -> None:
-    path, fields = BODIES[name]
-    decode = body._decode_chunks
-    TEXTS.clear()
+    case = BODIES[name]
+    config = {"chat_template": case.chat_template} if case.chat_template else {}
+    if "adapter" in case.path:
+        config |= {"lora_dir": "/tmp", "api_keys": ("key",), "allow_runtime_lora_updating": True}
+    async with on_port(client_for(case.path), **config) as rig:
+        headers = {"authorization": "Bearer key"}
+        answer = await rig.http.post(case.path, json=case.fields, headers=headers)
 
-    def spied(chunks: list[bytes]) -> Any:
-        return as_texts(decode(chunks))
-
-    monkeypatch.setattr(body, "_decode_chunks", spied)
-    async with on_port(TalkingClient(max_model_len=512)) as rig:
-        answer = await rig.http.post(path, json=fields)
-
-        assert answer.status_code == 400, answer.text
+        assert answer.status_code == case.status, answer.text
         assert len(TEXTS) > 0
-        for _ in range(50):
-            # A thread that worked on the text may not have dropped it yet.
-            if not any(text() for text in TEXTS):
-                break
-            await asyncio.sleep(0.02)
-        assert not any(text() for text in TEXTS)
+        await assert_freed()
+        assert rig.state.bodies._held.num_bytes == 0
+
+
+async def started(client: TalkingClient) -> None:
+    for _ in range(500):
+        if client.queues:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the request did not start")
+
+
+JUNK_LIST = {"junk": LONG_IDS}
+ACCEPTED: dict[str, tuple[str, Fields]] = {
+    "completion": ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": 4, **JUNK_LIST}),
+    "completion of ids": ("/v1/completions", {"prompt": LONG_IDS, "truncate_prompt_tokens": 4}),
+    "chat": ("/v1/chat/completions", {**CHAT, "truncate_prompt_tokens": 4, **JUNK_LIST}),
+    "chat with a field": ("/v1/chat/completions", JUNK),
+    "response": ("/v1/responses", {**RESPONSE, "truncate_prompt_tokens": 4, **JUNK_LIST}),
+    "response with a field": (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": "a", "junk": LONG_IDS}]},
+    ),
+    "response in the background": (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": "a", "junk": LONG_IDS}], "background": True},
+    ),
+    "response that is not stored": (
+        "/v1/responses",
+        {"input": "a", "store": False, **JUNK_LIST},
+    ),
+    "message": ("/v1/messages", {"max_tokens": 400, **JUNK, **JUNK_LIST}),
+}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("name", ACCEPTED)
+async def test_a_generating_request_keeps_nothing_of_its_body_but_the_prompt(
+    name: str, is_stream: bool, spied: None, without_collector: None
+) -> None:
+    path, fields = ACCEPTED[name]
+    client = TalkingClient(max_model_len=512, pace_s=0.02)
+    client.endless = True
+    async with on_port(client) as rig:
+        sent = {**fields, "stream": is_stream}
+        running = asyncio.ensure_future(rig.http.post(path, json=sent))
+        await started(client)
+
+        await assert_freed()
+        assert not running.done() or fields.get("background")
+        assert rig.state.bodies._held.num_bytes < 500_000
+
+        running.cancel()
 
 
 def test_an_error_that_its_frame_refers_to_frees_the_variables_of_the_frame(

@@ -132,6 +132,7 @@ async def test_a_long_path_is_refused_before_it_is_resolved(client: httpx.AsyncC
         ("three", "link"),
         ("three", "/etc"),
         ("three", "two\0"),
+        ("three", ""),
     ],
 )
 async def test_a_folder_that_is_missing_or_elsewhere_is_not_found(

@@ -4,8 +4,10 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
-from typing import Any
+from contextlib import AsyncExitStack
+from typing import Any, cast
 
+import httpx
 import pytest
 from http_rig import Rig, TalkingClient, in_memory, on_port
 
@@ -13,8 +15,10 @@ from server.http.pacing import MAX_PER_ITERATION, LoopPacer
 from server.openai.responses import writer
 from server.openai.responses.background import PIECE_BYTES, follow_events
 from server.openai.responses.store import (
+    MAX_FOLLOWERS_PER_RESPONSE,
     EndedResponse,
     ItemHistory,
+    RunningResponse,
     StoredResponse,
     ended_response,
 )
@@ -310,3 +314,92 @@ async def test_replays_of_a_long_stream_take_turns_with_other_requests() -> None
     assert max(map(len, pieces[0])) < PIECE_BYTES + 1_000
     assert most_at_once <= 2 * MAX_PER_ITERATION
     assert num_beats >= 150 * num_pieces / (2 * MAX_PER_ITERATION)
+
+
+async def started_stream(rig: Rig) -> str:
+    """The path of a response in the background, whose stream is kept."""
+    body = {"input": "hi", "background": True, "stream": True}
+    async with rig.http.stream("POST", ROUTE, json=body) as stream:
+        lines = stream.aiter_lines()
+        await anext(lines)
+        return f"{ROUTE}/{json.loads((await anext(lines))[6:])['response']['id']}"
+
+
+async def follow(rig: Rig, path: str, stack: AsyncExitStack) -> httpx.Response:
+    """A connection that follows a response until `stack` closes it."""
+    request = rig.http.build_request("GET", f"{path}?stream=true")
+    answer = await rig.http.send(request, stream=True)
+    stack.push_async_callback(answer.aclose)
+    return answer
+
+
+async def statuses(rig: Rig, paths: list[str], stack: AsyncExitStack) -> list[int]:
+    return [(await follow(rig, path, stack)).status_code for path in paths]
+
+
+async def test_a_response_has_few_followers_until_a_follower_leaves() -> None:
+    _, serving = endless()
+    async with serving as rig:
+        path = await started_stream(rig)
+        async with AsyncExitStack() as stack:
+            first = await statuses(rig, [path] * MAX_FOLLOWERS_PER_RESPONSE, stack)
+            refused = await follow(rig, path, stack)
+            message = json.loads(await refused.aread())["error"]["message"]
+        async with AsyncExitStack() as stack:
+            for _ in range(100):
+                again = await follow(rig, path, stack)
+                if again.status_code == 200:
+                    break
+                await asyncio.sleep(0.02)
+            await rig.post(f"{path}/cancel", {})
+
+        assert first == [200] * MAX_FOLLOWERS_PER_RESPONSE
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert f"at most {MAX_FOLLOWERS_PER_RESPONSE} may" in message
+        assert again.status_code == 200
+
+
+async def test_a_client_follows_few_responses_and_another_key_follows_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("server.openai.responses.store.MAX_FOLLOWERS_PER_CLIENT", 3)
+    _, serving = endless(api_keys=("one", "two"))
+    async with serving as rig:
+        found = {}
+        async with AsyncExitStack() as stack:
+            for key in ("one", "two"):
+                rig.http.headers["authorization"] = f"Bearer {key}"
+                paths = [await started_stream(rig) for _ in range(2)]
+                found[key] = await statuses(rig, [*paths, *paths], stack)
+                for path in paths:
+                    await rig.post(f"{path}/cancel", {})
+
+        assert list(found.values()) == [[200, 200, 200, 503]] * 2
+
+
+async def test_the_followers_of_a_response_do_not_delay_other_requests() -> None:
+    """Each event wakes all followers; a few send in an iteration of the event loop."""
+    entry = StoredResponse("a", "", ItemHistory(b"[]", None), is_background=True, events=[])
+    entry.running = cast(RunningResponse, object())
+    pacer, sent = LoopPacer(), 0
+
+    async def receive() -> None:
+        nonlocal sent
+        async for _ in follow_events(entry, -1, pacer):
+            sent += 1
+
+    tasks = [asyncio.ensure_future(receive()) for _ in range(50)]
+    await asyncio.sleep(0)
+    assert entry.events is not None
+    entry.events.append(b"data: {}\n\n")
+    entry.notify()
+    counts = []
+    while sent < len(tasks):
+        before = sent
+        await asyncio.sleep(0)
+        counts.append(sent - before)
+    entry.running = None
+    entry.notify()
+    await asyncio.gather(*tasks)
+
+    assert max(counts) <= MAX_PER_ITERATION
