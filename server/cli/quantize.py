@@ -13,6 +13,7 @@ from config.errors import ConfigError
 from config.loading.env import is_installed
 from config.loading.parser import Parser, number
 from config.version import install_command
+from engine.process.child_process import die_with_parent
 from server.cli.samples import read_samples
 from server.offline.llm import LLM
 from server.offline.perplexity import TEXT, WINDOW, Reading, read
@@ -200,7 +201,9 @@ def _check_options(options: Any, target: Target) -> None:
 
 def _in_own_process(module: str, function: str, *arguments: Any, **named: Any) -> Any:
     """Call `function` in a new process, so that its memory is freed and its imports stay there."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=die_with_parent
+    ) as pool:
         return pool.submit(_call, module, function, *arguments, **named).result()
 
 
