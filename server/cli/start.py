@@ -12,7 +12,7 @@ from config.checkpoint.model_name import default_names
 from config.checkpoint.resolve import resolve
 from config.checkpoint.tokenizer_bounds import check_tokenizer_file
 from config.engine import DUMMY, EngineConfig
-from config.errors import CheckpointError, ConfigError, EngineDied
+from config.errors import CheckpointError, ConfigError, EngineDied, checkpoint_errors
 from config.loading.env import cache_home
 from config.lora.configured import check_adapter_paths, check_adapters
 from config.progress import Report
@@ -57,15 +57,13 @@ def start(engine: EngineConfig, server: ServerConfig) -> int:
 
 
 def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
-    """Call `resolve_checkpoint` and turn ConfigError into CheckpointError."""
-    try:
+    """Call `resolve_checkpoint`; raises CheckpointError for what it refuses."""
+    with checkpoint_errors():
         return resolve_checkpoint(engine, server, report)
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
-    """Download and convert the checkpoint; returns its folder."""
+    """Download and convert the checkpoint; returns its folder. Raises ConfigError."""
     check_adapter_paths(engine.lora)
     folder = resolve(
         engine.model,
