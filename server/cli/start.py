@@ -3,7 +3,10 @@
 import dataclasses
 import logging
 import os
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +65,22 @@ def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
         return resolve_checkpoint(engine, server, report)
 
 
+@contextmanager
+def _naming(model: str, folder: str) -> Iterator[None]:
+    """Errors of the block name the model as the user did, and not `folder`, where it was downloaded
+    or converted to. Files keep their path."""
+    try:
+        yield
+    except ConfigError as error:
+        renamed = re.sub(rf"{re.escape(folder)}(?![\w/.-])", lambda _: model, str(error))
+        raise type(error)(renamed) from error
+
+
+def _check_model(engine: EngineConfig, folder: str) -> None:
+    with _naming(engine.model, folder):
+        check_model_config(engine, folder)
+
+
 def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
     """Download and convert the checkpoint; returns its folder. Raises ConfigError."""
     check_adapter_paths(engine.lora)
@@ -77,9 +96,10 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
         # Without a terminal, the API server logs the progress reports.
         progress=sys.stderr.isatty(),
         report=report,
-        check=partial(check_model_config, engine),
+        check=partial(_check_model, engine),
     )
-    check_checkpoint(engine, folder)
+    with _naming(engine.model, folder):
+        check_checkpoint(engine, folder)
     check_adapters(engine.lora, folder, engine.download_dir)
     if not server.skip_tokenizer_init:
         # Resolve and check the tokenizer here, with progress reports and before any process starts.
