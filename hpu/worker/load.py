@@ -353,8 +353,8 @@ class _Loading:
             decoder.use_kv_cache_format(kv_cache_format)
         if self.stage.is_last and not self.stage.is_first and config.speculation.reads_embedding:
             decoder.keep_embedding()
-        if patcher is None:
-            dtype = self.dtype if kv_cache_format is None else kv_cache_format.dtype
+        if not patcher:
+            dtype = kv_cache_format.dtype if kv_cache_format else self.dtype
             self._check_kv_cache(decoder, block_size, dtype)
         tower = build_tower(self.facts, dtype=self.dtype, device=backend.device, stage=self.stage)
         self._fill(decoder, tower)

@@ -128,7 +128,7 @@ def split_memory(
         utilization=cache.gpu_memory_utilization,
         graph_memory_fraction=graph_memory_fraction,
     )
-    if (configured := _configured(cache, demand)) is not None:
+    if configured := _configured(cache, demand):
         count, fix = configured
     elif num_sharing:
         within = int(free * SHARED_MEMORY_FRACTION / num_sharing) // demand.block_bytes - 1
@@ -150,7 +150,7 @@ def split_memory(
 def check_configured(cache: CacheConfig, demand: KVCacheDemand) -> None:
     """Raise ConfigError if the configured KV cache is too small for a full context. Weights need
     not be loaded."""
-    if (configured := _configured(cache, demand)) is not None:
+    if configured := _configured(cache, demand):
         _check_context(configured[0], demand, configured[1])
 
 
