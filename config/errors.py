@@ -7,11 +7,15 @@
     |-- Overloaded         a queue is full, or the server is starting or draining; 503
     |-- EngineDied         the engine process is gone; 503, and the server exits
     |-- RequestFailed      this request broke in the engine; 500, others go on
+    |-- CommandFailed      a command could not do what it was asked; exit status 1
     `-- ConfigError        a flag, variable, file or checkpoint we cannot run with; at start
-        `-- CheckpointError    the model that `serve` was given; exit code 1 instead of 2
+        `-- CheckpointError    the model that a command was given; exit status 1 instead of 2
 
 Every message has the two numbers, or the value and the range, that disagree.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class GaudiserveError(Exception):
@@ -113,12 +117,27 @@ class RequestFailed(GaudiserveError):
     continue."""
 
 
+class CommandFailed(GaudiserveError):
+    """A command could not do what it was asked: no server answers, or the server refuses."""
+
+
 class ConfigError(GaudiserveError):
     """A setting or checkpoint that cannot be used; the message names what would work."""
 
 
 class CheckpointError(ConfigError):
     """A model that cannot be served; the message names the file and the field."""
+
+
+@contextmanager
+def checkpoint_errors() -> Iterator[None]:
+    """Turn a ConfigError of the block into a CheckpointError: the model is what cannot be used."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
 
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))

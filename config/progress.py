@@ -60,6 +60,7 @@ class Bar(tqdm):  # type: ignore[type-arg] # a class only to the type checker's 
         super().__init__(**{"unit": "B", "unit_scale": True, "desc": desc, **look})
         # tqdm keeps no total while it is disabled.
         self._total_bytes = int(look.get("total") or 0)
+        report(stage, 0, self._total_bytes)
 
     def reach(self, done_bytes: int) -> None:
         """Update to `done_bytes`, at most the total; fewer than before count as no progress."""

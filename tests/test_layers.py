@@ -38,6 +38,8 @@ EXCEPTIONS = {
     "server.text.isolated_template": ("engine.process.isolation",),
     # A tokenizer without a bound encodes in such a process.
     "server.text.bounded_encoder": ("engine.process.isolation",),
+    # A step of a quantization runs in a process that ends with the command.
+    "server.cli.quantize": ("engine.process.child_process",),
     # Images are decoded in such processes too.
     "server.multimodal.processor": ("engine.process.isolation",),
     # It divides the cores among the engines.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from config.cache_folder import cache_errors, cache_path, check_own, check_room, sync
+from config.child_command import running
 from config.errors import ConfigError
 from config.loading.env import cache_home, environment
 from config.owned_directory import OwnedDirectory
@@ -76,15 +77,10 @@ def _download(folder: Path, progress: bool, report: Report) -> Path:
     # version of pip.
     variables = {**environment(), "TMPDIR": str(folder)}
     with (folder / "pip.log").open("w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=variables
-        )
-        try:
+        with running(
+            command, stdout=log, stderr=subprocess.STDOUT, environment=variables
+        ) as process:
             _watch(process, folder, progress, report)
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
         wheels = list(folder.glob("*.whl"))
         if process.returncode != 0 or not wheels:
             raise ConfigError(

@@ -16,13 +16,14 @@ from config.checkpoint.model_name import is_hub_id, no_such_model
 from config.checkpoint.safetensors_files import folder_shapes
 from config.checkpoint.shapes import check_shapes, model_shapes
 from config.checkpoint.weight_maps.text_part import UNLOADED
-from config.errors import ConfigError
+from config.errors import ConfigError, checkpoint_errors
 from config.model.model_config import ModelConfig, check_limits
 from config.model.read_config import read_model_config
 
 _FILE = "config.json"
 
 
+@checkpoint_errors()
 def model_facts(
     model: str,
     *,
@@ -35,7 +36,7 @@ def model_facts(
     """The facts of `model`: a folder, a config.json, a .gguf file, the demo, or a Hugging Face id.
     For a Hugging Face id, only config.json is fetched. `hf_overrides`: as in `resolve`. `path` of
     the result is `model`. `complete` adds facts that are not in config.json; `path` of its argument
-    is the folder of the config.json. Raises ConfigError."""
+    is the folder of the config.json. Raises CheckpointError."""
     path = Path(os.path.expanduser(fetch_demo(cache_dir) if model in NAMES else model))
     if path.name == _FILE:
         folder = with_overrides(str(path.parent), hf_overrides, cache_dir)

@@ -62,7 +62,7 @@ def converted(
     with ExitStack() as stack:
         stack.enter_context(cache_errors(target.parent, "the converted model"))
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        stack.enter_context(_locked(target.with_name(f"{target.name}.lock")))
+        stack.enter_context(_locked(target.with_name(f"{target.name}.lock"), report))
         if not target.is_dir():
             partial = target.with_name(f"{target.name}.partial")
             # Leftovers of a killed process. Only the owner of the lock writes here.
@@ -90,7 +90,7 @@ def _fingerprint(source: Path, sampling: Mapping[str, float]) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, report: Report) -> Iterator[None]:
     """Hold a file lock, which the kernel releases when the process dies.
 
     Waits without a time limit while another process converts.
@@ -100,6 +100,7 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.info("Another process converts the same file, waiting for it")
+            report("convert: another process converts the same file, waiting for it", 0, 0)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -10,12 +10,13 @@ from config.checkpoint.hf_overrides import parse_overrides, with_overrides
 from config.checkpoint.hub import download_model
 from config.checkpoint.model_name import is_hub_id, no_such_model
 from config.checkpoint.safetensors_files import incomplete
-from config.errors import ConfigError
+from config.errors import ConfigError, checkpoint_errors
 from config.loading.env import cache_home
 from config.model.read_config import read_model_config
 from config.progress import Report, unreported
 
 
+@checkpoint_errors()
 def resolve(
     model: str,
     *,
@@ -38,8 +39,8 @@ def resolve(
     the folder of a GGUF file also has its quantized weights. `dtype` auto means bfloat16. Without
     `has_weights` a folder may have no *.safetensors, and none are downloaded. With `hf_overrides`,
     a JSON object, its config.json has the fields of the object. `progress` shows bars on a
-    terminal, and lines elsewhere; `report` is called with the same progress. Raises ConfigError,
-    which says what is missing or wrong.
+    terminal, and lines elsewhere; `report` is called with the same progress. Raises
+    CheckpointError, which says what is missing or wrong.
     """
     parse_overrides(hf_overrides)
     folder = _folder(

@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from config.errors import ConfigError
@@ -26,8 +27,13 @@ METAVARS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 class Parser(argparse.ArgumentParser):
     """Argument parser that raises a single ConfigError for all wrong flags instead of exiting."""
 
-    def __init__(self, **facts: Any) -> None:
-        super().__init__(**facts)
+    def __init__(self, *, is_raw: bool = False, **facts: Any) -> None:
+        """`is_raw`: description and epilog keep their lines. `facts`: of ArgumentParser; `usage`
+        names the command, its arguments and its required flags, and `[flags]` for the others."""
+        kind = argparse.RawDescriptionHelpFormatter if is_raw else argparse.HelpFormatter
+        facts.setdefault("formatter_class", partial(kind, max_help_position=34, width=100))
+        super().__init__(**facts, allow_abbrev=False, add_help=False)
+        self.add_argument("-h", "--help", action="help", help="Show this text")
         self.absence: Callable[[str], str] = lambda name: ""
         """Returns why a vLLM flag of this command is not supported; empty for other names."""
         self.spell: Callable[[Iterable[str], Collection[str]], Spelled] = _as_given
@@ -211,8 +217,6 @@ def server_parser(prog: str, description: str, *, has_model: bool = True) -> Par
         prog=prog,
         usage=f"{prog} {'[MODEL] ' if has_model else ''}[flags]",
         description=description,
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
         epilog=EPILOG,
     )
     parser.absence, parser.spell = absence, respelled

@@ -21,7 +21,17 @@ from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.loading import env
 from config.loading.flags import FILE_FLAGS, FLAGS, PARTS, Flag
 from config.loading.parser import Parser, server_parser
-from config.loading.values import Given, clipped, convert, joined, nearest, shown, truth, wrong
+from config.loading.values import (
+    Given,
+    clipped,
+    convert,
+    joined,
+    nearest,
+    shown,
+    truth,
+    with_sources,
+    wrong,
+)
 from config.loading.vllm_flags import ACCEPTED, absence, is_chat_template
 from config.loading.vllm_spelling import with_objects_of_dots
 from config.parallel import ParallelConfig
@@ -304,9 +314,9 @@ def _known(word: str, value: object, source: str, problems: list[str]) -> str:
         # enable_lora=False requests nothing.
         if value is None or value is False:
             return ""
-        problems.append(f"{word} is not in this version: {reason} (from {source})")
+        problems.append(with_sources(f"{word} is not in this version: {reason}", (source,)))
     else:
-        problems.append(f"{word} is no setting{nearest(name, _NAMES)} (from {source})")
+        problems.append(with_sources(f"{word} is no setting{nearest(name, _NAMES)}", (source,)))
     return ""
 
 
@@ -364,4 +374,4 @@ def _named(message: str, values: Mapping[str, tuple[object, str]]) -> str:
 
     # A field name is the first word or has an underscore.
     renamed = re.sub(r"^[a-z]+(?:_[a-z]+)*|\b[a-z]+(?:_[a-z]+)+\b", rename, message)
-    return renamed + (f" (from {', '.join(sources)})" if sources else "")
+    return with_sources(renamed, sources)

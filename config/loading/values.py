@@ -21,6 +21,7 @@ UNITS = {
     for letters, base in (("kmgt", 1000), ("KMGT", 1024))
     for power, letter in enumerate(letters)
 }
+_FLAG_NAME = re.compile(r"(?<![\w-])--?[a-zA-Z][\w-]*")
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLS |= {"false": False, "no": False, "off": False, "0": False}
 MAX_INTEGER = 2**63
@@ -120,7 +121,17 @@ def truth(given: Given, spellings: Mapping[str, str] = MappingProxyType({})) -> 
 def wrong(given: Given, expected: str, *, is_secret: bool = False) -> ConfigError:
     """The error for a value that is not allowed."""
     text = "***" if is_secret else shown(given.value)
-    return ConfigError(f"--{given.name} is {text}, it must be {expected} (from {given.source})")
+    return ConfigError(
+        with_sources(f"--{given.name} is {text}, it must be {expected}", (given.source,))
+    )
+
+
+def with_sources(message: str, sources: Iterable[str]) -> str:
+    """`message` with the places that the wrong values are from: variables and files, and flags
+    that `message` does not name."""
+    words = set(_FLAG_NAME.findall(message))
+    left = [source for source in sources if source.removeprefix("flag ") not in words]
+    return message + (f" (from {', '.join(left)})" if left else "")
 
 
 def _number(flag: Flag, given: Given) -> int | float:
@@ -206,7 +217,6 @@ def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
         raise wrong(given, "text, or a list of texts (in quotes)", is_secret=is_secret)
     if not all(value):
-        raise ConfigError(
-            f"{given.name} is empty, it must be left out or hold text (from {given.source})"
-        )
+        message = f"{given.name} is empty, it must be left out or hold text"
+        raise ConfigError(with_sources(message, (given.source,)))
     return tuple(value)

@@ -43,8 +43,11 @@ MAX_MESSAGE_BYTES = 2**30
 than a peer can announce."""
 
 HANDSHAKE_TIMEOUT_MS = 5000
-"""A connection that has not presented the token within this time is closed. A legitimate peer on a
-busy machine reconnects."""
+"""A connection over TCP that has not presented the token within this time is closed, so that a
+silent stranger holds no descriptor for long."""
+LOCAL_HANDSHAKE_TIMEOUT_MS = 60_000
+"""The same for a Unix socket. Its directory admits only this user, so a slow peer is a process of
+this server on a busy machine, which a warning about a stranger would not fit."""
 
 TCP = "tcp://"
 
@@ -530,7 +533,9 @@ class ZmqContext:
         """Bind `socket`; returns the path of a Unix socket, None for other endpoints."""
         socket.setsockopt(zmq.PLAIN_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, _USER)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+        is_remote = endpoint.startswith(TCP)
+        patience_ms = HANDSHAKE_TIMEOUT_MS if is_remote else LOCAL_HANDSHAKE_TIMEOUT_MS
+        socket.setsockopt(zmq.HANDSHAKE_IVL, patience_ms)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         _add_heartbeats(socket, endpoint)
         if not self._has_authenticator:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from config.child_command import running
+
 OK, WARN, ERROR = "ok", "warn", "error"
 
 COMMAND_TIMEOUT_S = 10.0
@@ -28,17 +30,11 @@ class Finding(NamedTuple):
 def run_command(argv: Sequence[str]) -> str | None:
     """The output of a command; None if it does not exist, fails or hangs."""
     try:
-        done = subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            timeout=COMMAND_TIMEOUT_S,
-        )
+        with running(argv) as process:
+            output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return output.decode(errors="replace") if process.returncode == 0 else None
 
 
 def distribution_version(name: str) -> str | None:

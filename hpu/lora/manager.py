@@ -112,11 +112,12 @@ class LoRAManager:
         """Host tensors that copies may still read, with the event after which they are no longer
         read."""
         logger.info(
-            "LoRA: slots for %d adapters of rank %d in %d products, %s%s",
+            "LoRA: slots for %d adapters of rank %d in %d products%s%s",
             config.max_loras,
             config.max_lora_rank,
             len(self.slots),
-            bytes_text(self.num_bytes),
+            # On the CPU an adapter takes memory once it is loaded.
+            f", {bytes_text(self.num_bytes)}" if self.num_bytes else "",
             f", with {', '.join(self.extra_targets)}" if self.extra_targets else "",
         )
 

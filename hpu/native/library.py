@@ -18,8 +18,9 @@ from torch import Tensor
 
 from config import log
 from config.cache_folder import HINT, foreign_writer, read_cached
+from config.child_command import running
 from config.errors import ConfigError
-from config.loading.env import cache_home
+from config.loading.env import cache_home, environment
 from config.model.decoder_spec import ClampedSwiGLU
 from config.owned_directory import OwnedDirectory
 from config.progress import OnStep, unreported_step
@@ -545,7 +546,7 @@ def _compile(compiler: str, path: Path, runtime: list[str], on_step: OnStep) -> 
     start = time.perf_counter()
     command = [compiler, *FLAGS, "-shared", str(SOURCE), "-o", str(path), *runtime]
     with tempfile.TemporaryFile() as output:
-        status = _run_compiler(command, output, on_step)
+        status = _run_compiler(command, str(path.parent), output, on_step)
         seconds = time.perf_counter() - start
         if status == 0:
             logger.info("Kernels: compiled in %.1f s", seconds)
@@ -559,19 +560,21 @@ def _compile(compiler: str, path: Path, runtime: list[str], on_step: OnStep) -> 
     return False
 
 
-def _run_compiler(command: list[str], output: IO[bytes], on_step: OnStep) -> int | None:
-    """Exit status of the compiler; None if it was killed after COMPILE_TIMEOUT_S."""
+def _run_compiler(
+    command: list[str], folder: str, output: IO[bytes], on_step: OnStep
+) -> int | None:
+    """Exit status of the compiler, whose temporary files lie in `folder`; None if it was killed
+    after COMPILE_TIMEOUT_S."""
     start = time.perf_counter()
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+    # The owner of this folder removes the compiler's temporary files, too, when it is killed.
+    variables = {**environment(), "TMPDIR": folder}
+    with running(
+        command, stdout=output, stderr=subprocess.STDOUT, environment=variables
     ) as process:
-        try:
-            while (seconds := time.perf_counter() - start) < COMPILE_TIMEOUT_S:
-                on_step(f"compiling kernels for this CPU, {seconds:.0f} s")
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return process.wait(min(COUNT_S, COMPILE_TIMEOUT_S - seconds))
-        finally:
-            process.kill()
+        while (seconds := time.perf_counter() - start) < COMPILE_TIMEOUT_S:
+            on_step(f"compiling kernels for this CPU, {seconds:.0f} s")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(COUNT_S, COMPILE_TIMEOUT_S - seconds))
     return None
 
 

@@ -55,7 +55,8 @@ from hpu.protocol import Bucket, BucketLimits, WarmupProgress
 from hpu.quantization.base import ModelPatcher
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.registry import process_weights, select_patcher, select_quantization
-from hpu.runner.kv_cache import reads_contiguously
+from hpu.runner.kv_cache import cache_sizes, reads_contiguously
+from hpu.worker.memory import KVCacheDemand, check_configured
 from hpu.worker.weight_offload import WeightsInHostMemory, weights_in_host_memory
 
 logger = logging.getLogger(__name__)
@@ -288,7 +289,7 @@ def load(
     default_size = indexer.block_size if indexer else backend.default_block_size
     block_size = config.cache.block_size or default_size
     if pooler is None:
-        parts = loading.decoder(patcher, weights)
+        parts = loading.decoder(patcher, weights, block_size)
     else:
         parts = loading.pooling_model(pooler)
         block_size = config.cache.block_size or min(block_size, MAX_POOLING_STEP)
@@ -337,8 +338,11 @@ class _Loading:
     def expert_group(self) -> ProcessGroup:
         return self.groups.expert if self.config.parallel.enable_expert_parallel else SINGLE
 
-    def decoder(self, patcher: ModelPatcher | None, weights: WeightsInHostMemory) -> _Parts:
-        """Load a generating model and its vision tower."""
+    def decoder(
+        self, patcher: ModelPatcher | None, weights: WeightsInHostMemory, block_size: int
+    ) -> _Parts:
+        """Load a generating model and its vision tower. Raises ConfigError before it reads weights
+        if the configured KV cache is too small for a full context."""
         config, backend = self.config, self.backend
         # A compressor patches the caches itself.
         kv_cache_dtype = config.cache.kv_cache_dtype if patcher is None else AUTO
@@ -349,6 +353,9 @@ class _Loading:
             decoder.use_kv_cache_format(kv_cache_format)
         if self.stage.is_last and not self.stage.is_first and config.speculation.reads_embedding:
             decoder.keep_embedding()
+        if not patcher:
+            dtype = kv_cache_format.dtype if kv_cache_format else self.dtype
+            self._check_kv_cache(decoder, block_size, dtype)
         tower = build_tower(self.facts, dtype=self.dtype, device=backend.device, stage=self.stage)
         self._fill(decoder, tower)
         weight_bytes = process_weights(
@@ -374,6 +381,14 @@ class _Loading:
             # A rejected draft that is not finite is in the same block as the tokens before it.
             prepared.zero_non_finite()
         return _Parts(prepared, weight_bytes + tower_bytes, kv_cache_format, tower, ring)
+
+    def _check_kv_cache(self, decoder: CausalLM, block_size: int, dtype: torch.dtype) -> None:
+        sizes = cache_sizes(decoder, block_size, dtype, num_rings=1)
+        # Layers with a window may get caches of their own, which are not in blocks.
+        if block_bytes := sizes.full_block:
+            num_seqs = self.config.scheduler.max_num_seqs
+            demand = KVCacheDemand(block_size, block_bytes, self.max_model_len, num_seqs)
+            check_configured(self.config.cache, demand)
 
     def pooling_model(self, pooler: PoolerConfig) -> _Parts:
         """Load a pooling model."""

@@ -128,18 +128,12 @@ def split_memory(
         utilization=cache.gpu_memory_utilization,
         graph_memory_fraction=graph_memory_fraction,
     )
-    enough_bytes = f"--kv-cache-memory-bytes to {demand.window_bytes + demand.context_bytes}"
-    if cache.num_blocks is not None:
-        count = cache.num_blocks
-        fix = f"raise --num-gpu-blocks-override to {demand.context_blocks}"
-    elif cache.kv_cache_memory_bytes is not None:
-        left = max(0, cache.kv_cache_memory_bytes - demand.window_bytes)
-        count = left // demand.block_bytes - 1
-        fix = f"raise {enough_bytes}"
+    if configured := _configured(cache, demand):
+        count, fix = configured
     elif num_sharing:
         within = int(free * SHARED_MEMORY_FRACTION / num_sharing) // demand.block_bytes - 1
         count = min(demand.max_num_seqs * demand.context_blocks, within)
-        fix = f"set {enough_bytes}"
+        fix = f"set --kv-cache-memory-bytes to {_rounded_up(demand)}"
     else:
         count = num_blocks(plan.kv, demand.block_bytes)
         fix = "raise --gpu-memory-utilization, or lower --max-num-batched-tokens"
@@ -153,6 +147,24 @@ def split_memory(
     return MemorySplit(count, int(plan.graphs), int(plan.usable))
 
 
+def check_configured(cache: CacheConfig, demand: KVCacheDemand) -> None:
+    """Raise ConfigError if the configured KV cache is too small for a full context. Weights need
+    not be loaded."""
+    if configured := _configured(cache, demand):
+        _check_context(configured[0], demand, configured[1])
+
+
+def _configured(cache: CacheConfig, demand: KVCacheDemand) -> tuple[int, str] | None:
+    """The configured number of KV blocks, and how to raise it; None if nothing is configured."""
+    if cache.num_blocks is not None:
+        return cache.num_blocks, f"raise --num-gpu-blocks-override to {demand.context_blocks}"
+    if cache.kv_cache_memory_bytes is not None:
+        left = max(0, cache.kv_cache_memory_bytes - demand.window_bytes)
+        fix = f"raise --kv-cache-memory-bytes to {_rounded_up(demand)}"
+        return left // demand.block_bytes - 1, fix
+    return None
+
+
 def _check_context(count: int, demand: KVCacheDemand, fix: str) -> None:
     if count >= demand.context_blocks:
         return
@@ -163,6 +175,12 @@ def _check_context(count: int, demand: KVCacheDemand, fix: str) -> None:
         f"{demand.max_model_len} tokens needs {demand.context_blocks} blocks "
         f"({bytes_text(demand.context_bytes)}): {advice}"
     )
+
+
+def _rounded_up(demand: KVCacheDemand) -> str:
+    """The bytes of a full context, as a value of a flag: `181M (189480960 bytes)`."""
+    num_bytes = demand.window_bytes + demand.context_bytes
+    return f"{math.ceil(num_bytes / 2**20)}M ({num_bytes} bytes)"
 
 
 def _check_share(name: str, value: float) -> None:

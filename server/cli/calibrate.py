@@ -44,10 +44,10 @@ example:
 def calibrate_parser() -> Parser:
     parser = Parser(
         prog="gaudiserve calibrate",
+        usage="gaudiserve calibrate MODEL --data FILE -o DIR [flags]",
         description=DESCRIPTION,
         epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        is_raw=True,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="Model folder or Hugging Face id, in bfloat16 or float16")

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from config.checkpoint.demo import NAMES
-from config.errors import CheckpointError
+from config.errors import CommandFailed
 from config.loading.parser import Parser, command_parser
 from config.loading.sources import DEFAULT, Loaded, load
 from config.loading.values import nearest
@@ -63,7 +63,7 @@ def chat_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the conversation. Raises CheckpointError if the server cannot be reached."""
+    """Run the conversation. Raises CommandFailed if the server cannot be reached."""
     loaded = load(argv, default_model=NAMES[0], parser=chat_parser())
     loop = asyncio.new_event_loop()
     server = None
@@ -117,7 +117,7 @@ class _Terminal:
         try:
             self._loop.run_until_complete(self._open())
         except HttpFailure as error:
-            raise CheckpointError(str(error)) from error
+            raise CommandFailed(str(error)) from error
         self._begin(self._arguments.system_prompt)
         if self._arguments.quick is not None:
             return 0 if self._say(self._arguments.quick) else 1

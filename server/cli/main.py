@@ -13,7 +13,13 @@ from importlib import import_module
 
 from config import log
 from config.engine import EXTERNAL_LAUNCHER, EngineConfig
-from config.errors import CheckpointError, ConfigError, EngineDied
+from config.errors import (
+    CheckpointError,
+    CommandFailed,
+    ConfigError,
+    EngineDied,
+    checkpoint_errors,
+)
 from config.loading.env import disable_autoload, environment
 from config.loading.flags import FLAGS
 from config.loading.parser import Parser, command_parser, server_parser
@@ -64,8 +70,7 @@ TEXTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 if it failed, 2 for an invalid setting, 130 for
-    Ctrl-C."""
+    """Run a command; returns the exit status, which docs/configuration.md lists."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         print(HELP, end="")
@@ -81,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The entry point of vLLM's images gets only flags, which charts set as arguments.
             words.insert(0, "serve")
         return _command(words[0])(words[1:])
-    except (CheckpointError, EngineDied) as error:
+    except (CheckpointError, CommandFailed, EngineDied) as error:
         print(f"gaudiserve: {error}", file=sys.stderr)
         return 1
     except ConfigError as error:
@@ -137,10 +142,8 @@ def check_early(engine: EngineConfig, server: ServerConfig) -> None:
 
     if server.uds is None and server.port and engine.data_parallel.has_api_servers:
         bind_port(server.host, server.port, shared=False).close()
-    try:
+    with checkpoint_errors():
         check_model_name(engine.model)
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def log_spellings(loaded: Loaded) -> None:
@@ -180,16 +183,25 @@ def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
 
 
 def _fetch_demo(argv: list[str]) -> int:
-    Parser(
+    parser = Parser(
         prog="gaudiserve fetch-demo",
+        usage="gaudiserve fetch-demo [flags]",
         description="Download the demo model into the cache folder, and print its path.",
-    ).parse_all(argv)
+    )
+    (cache_dir,) = (flag for flag in FLAGS if flag.key == "cache-dir")
+    parser.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        default=environment().get(cache_dir.variable),
+        help=f"{cache_dir.setting.help} [{cache_dir.shown_default}]",
+    )
+    options = parser.parse_all(argv)
     log.setup("fetch-demo")
     from config.checkpoint.demo import NAMES
     from config.checkpoint.resolve import resolve
 
     # resolve also converts the checkpoint, so that the first start is fast.
-    print(resolve(NAMES[0]))
+    print(resolve(NAMES[0], cache_dir=options.cache_dir))
     return 0
 
 

@@ -9,13 +9,15 @@ from pathlib import Path
 import msgspec
 
 from config.engine import EngineConfig
-from config.errors import EngineDied
+from config.errors import ConfigError, EngineDied
 from config.server import ServerConfig
 from engine.client.launcher import ChildProcess, SocketDirectory, python_command
 from server.cli.http_client import UNIX, HttpClient, HttpFailure
 
 POLL_S = 0.1
 STOP_S = 10.0
+WRONG_SETTING = 2
+"""Exit status of a server that refuses a setting; it has logged the reason."""
 
 
 class PrivateServerArgs(msgspec.Struct, frozen=True):
@@ -52,9 +54,11 @@ class PrivateServer:
         self, client: HttpClient, on_stage: Callable[[str], None] = lambda stage: None
     ) -> None:
         """Wait until the server is ready. `on_stage` gets the current stage of the start. Raises
-        EngineDied with the reason if the server exits."""
+        EngineDied with the reason if the server exits, ConfigError if it refuses a setting."""
         while True:
             if self.exit_code is not None:
+                if self.exit_code == WRONG_SETTING:
+                    raise ConfigError("the server refuses a setting: the line above names it")
                 raise EngineDied(self._child.end.description)
             try:
                 answer = await client.ask("GET", "/ready")

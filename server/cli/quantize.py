@@ -13,6 +13,7 @@ from config.errors import ConfigError
 from config.loading.env import is_installed
 from config.loading.parser import Parser, number
 from config.version import install_command
+from engine.process.child_process import die_with_parent
 from server.cli.samples import read_samples
 from server.offline.llm import LLM
 from server.offline.perplexity import TEXT, WINDOW, Reading, read
@@ -77,22 +78,23 @@ def quantize_parser() -> Parser:
     """Parser with the flags of the command."""
     parser = Parser(
         prog="gaudiserve quantize",
+        usage="gaudiserve quantize MODEL --to KIND -o DIR [flags]",
         description="Write a checkpoint with quantized weights, in the format compressed-tensors, "
         "which gaudiserve, vLLM and transformers read, and compare its perplexity with that of the "
         f"original. Needs {LIBRARY}: {install_command('cpu,quantize')}, in an environment of its "
         "own.",
     )
-    parser.add_argument("model", metavar="MODEL", help="folder, .gguf file, hub id, or demo")
+    parser.add_argument("model", metavar="MODEL", help="Folder, .gguf file, hub id, or demo")
     kinds = "; ".join(f"{name}: {target.text}" for name, target in TARGETS.items())
-    parser.add_argument("--to", choices=tuple(TARGETS), required=True, help=kinds)
+    parser.add_argument("--to", choices=tuple(TARGETS), required=True, metavar="KIND", help=kinds)
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="DIR", help="new or empty folder"
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="New or empty folder"
     )
     parser.add_argument(
         "--data",
         type=Path,
         metavar="FILE",
-        help="samples of what users will send, for awq and gptq, and optional for fp8: in each "
+        help="Samples of what users will send, for awq and gptq, and optional for fp8: in each "
         "line of a .jsonl file a "
         "string, or an object with `prompt`, `text` or `messages`; in each line of others a text",
     )
@@ -101,20 +103,20 @@ def quantize_parser() -> Parser:
         type=number(int, minimum=1),
         default=128,
         metavar="N",
-        help="texts of --data to use [128]",
+        help="Texts of --data to use [128]",
     )
     parser.add_argument(
         "--max-length",
         type=number(int, minimum=8),
         default=2048,
         metavar="N",
-        help="tokens of a text to use [2048]",
+        help="Tokens of a text to use [2048]",
     )
     parser.add_argument(
         "--group-size",
         type=number(int, minimum=8),
         metavar="N",
-        help="inputs that share a scale, but for fp8; without it the largest power of two up to "
+        help="Inputs that share a scale, but for fp8; without it the largest power of two up to "
         "128 that divides all layers",
     )
     parser.add_argument(
@@ -122,23 +124,23 @@ def quantize_parser() -> Parser:
         action="append",
         default=[],
         metavar="NAME",
-        help="leave the layers of this path as they are: model.layers.29.mlp.down_proj, or re: and "
+        help="Leave the layers of this path as they are: model.layers.29.mlp.down_proj, or re: and "
         "a regular expression, re:.*layers\\.29\\..*; may be repeated; the head and routers stay "
         "anyway",
     )
     parser.add_argument(
         "--all-layers",
         action="store_true",
-        help="with --to fp8 quantize the last decoder layer, too, which loses most",
+        help="With --to fp8 quantize the last decoder layer, too, which loses most",
     )
     parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="text for the perplexity; without it 1,700 tokens of an own one",
+        help="Text for the perplexity; without it 1,700 tokens of an own one",
     )
     parser.add_argument(
-        "--skip-perplexity", action="store_true", help="do not compare; saves two loads"
+        "--skip-perplexity", action="store_true", help="Do not compare; saves two loads"
     )
     return parser
 
@@ -200,7 +202,9 @@ def _check_options(options: Any, target: Target) -> None:
 
 def _in_own_process(module: str, function: str, *arguments: Any, **named: Any) -> Any:
     """Call `function` in a new process, so that its memory is freed and its imports stay there."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=die_with_parent
+    ) as pool:
         return pool.submit(_call, module, function, *arguments, **named).result()
 
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from config import log
 from config.checkpoint.demo import NAMES
-from config.errors import EngineDied
+from config.errors import CommandFailed
 from config.loading.parser import Parser, command_parser, number
 from config.loading.sources import Loaded, load
 from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, read_lines
@@ -36,10 +36,16 @@ BUSY = 503
 def batch_parser() -> Parser:
     """Parser with the flags of `serve` and the flags of the batch."""
     parser = command_parser("gaudiserve run-batch", DESCRIPTION)
+    parser.usage = "gaudiserve run-batch [MODEL] -i FILE -o FILE [flags]"
     group = parser.add_argument_group("Batch")
     add = group.add_argument
-    add("-i", "--input-file", required=True, metavar="FILE", help="Requests, a line each")
-    add("-o", "--output-file", required=True, metavar="FILE", help="Answers; it may be there")
+    add("-i", "--input-file", required=True, metavar="FILE", help="Requests, one in each line")
+    add(
+        *("-o", "--output-file"),
+        required=True,
+        metavar="FILE",
+        help="Answers, one in each line; a request with an answer in this file is not sent again",
+    )
     add(
         "--base-url",
         "--url",
@@ -58,7 +64,7 @@ def batch_parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Run the batch; returns 0 once each line has an answer, errors included. Raises ConfigError
-    for files that do not fit each other, EngineDied if the server exits early."""
+    for files that do not fit each other, CommandFailed or EngineDied if the server is lost."""
     loaded = load(argv, default_model=NAMES[0], parser=batch_parser())
     arguments = loaded.arguments
     log.setup("run-batch", loaded.server.log)
@@ -99,7 +105,7 @@ async def _run(
             await client.call("GET", MODELS_PATH)
         await _answer_all(client, chain([first], lines), output, arguments.max_concurrent_requests)
     except HttpFailure as error:
-        raise EngineDied(f"{error}; the same command goes on where this one ended") from error
+        raise CommandFailed(f"{error}; the same command goes on where this one ended") from error
     finally:
         await client.close()
         if server is not None:

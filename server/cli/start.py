@@ -3,7 +3,10 @@
 import dataclasses
 import logging
 import os
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from config.checkpoint.model_name import default_names
 from config.checkpoint.resolve import resolve
 from config.checkpoint.tokenizer_bounds import check_tokenizer_file
 from config.engine import DUMMY, EngineConfig
-from config.errors import CheckpointError, ConfigError, EngineDied
+from config.errors import CheckpointError, ConfigError, EngineDied, checkpoint_errors
 from config.loading.env import cache_home
 from config.lora.configured import check_adapter_paths, check_adapters
 from config.progress import Report
@@ -57,15 +60,29 @@ def start(engine: EngineConfig, server: ServerConfig) -> int:
 
 
 def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
-    """Call `resolve_checkpoint` and turn ConfigError into CheckpointError."""
-    try:
+    """Call `resolve_checkpoint`; raises CheckpointError for what it refuses."""
+    with checkpoint_errors():
         return resolve_checkpoint(engine, server, report)
+
+
+@contextmanager
+def _naming(model: str, folder: str) -> Iterator[None]:
+    """Errors of the block name the model as the user did, and not `folder`, where it was downloaded
+    or converted to. Files keep their path."""
+    try:
+        yield
     except ConfigError as error:
-        raise CheckpointError(str(error)) from error
+        renamed = re.sub(rf"{re.escape(folder)}(?![\w/.-])", lambda _: model, str(error))
+        raise type(error)(renamed) from error
+
+
+def _check_model(engine: EngineConfig, folder: str) -> None:
+    with _naming(engine.model, folder):
+        check_model_config(engine, folder)
 
 
 def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
-    """Download and convert the checkpoint; returns its folder."""
+    """Download and convert the checkpoint; returns its folder. Raises ConfigError."""
     check_adapter_paths(engine.lora)
     folder = resolve(
         engine.model,
@@ -79,9 +96,10 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
         # Without a terminal, the API server logs the progress reports.
         progress=sys.stderr.isatty(),
         report=report,
-        check=partial(check_model_config, engine),
+        check=partial(_check_model, engine),
     )
-    check_checkpoint(engine, folder)
+    with _naming(engine.model, folder):
+        check_checkpoint(engine, folder)
     check_adapters(engine.lora, folder, engine.download_dir)
     if not server.skip_tokenizer_init:
         # Resolve and check the tokenizer here, with progress reports and before any process starts.

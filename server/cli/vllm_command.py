@@ -36,6 +36,7 @@ def main(argv: list[str]) -> int:
     fails."""
     Parser(
         prog="gaudiserve vllm-command",
+        usage="gaudiserve vllm-command",
         description="Write a command `vllm` that is gaudiserve beside the command gaudiserve, "
         "unless vLLM is installed.",
     ).parse_all(argv)

@@ -13,7 +13,8 @@ import { rememberModel, settings, setUpSettings } from "./settings.js";
 import { curl, lastRequest, python } from "./snippets.js";
 import { MAX_CHARACTERS, saveConversation } from "./storage.js";
 import { isEmpty, newAnswer, stream } from "./stream.js";
-import { count, shortName } from "./format.js";
+import { count, shorten, shortName } from "./format.js";
+import { UndoLine } from "./undo.js";
 
 // The demo model answers these at its defaults and at temperature 0 without repeating itself.
 const EXAMPLES = [
@@ -28,6 +29,7 @@ const REDRAW_MS = 30;
 // Drawing takes at most a sixth of the time, however long the answer is.
 const REDRAW_COST = 5;
 
+const replacement = new UndoLine("replaced");
 let chat = newChat();
 // The AbortController of the answer that is being written.
 let writing = null;
@@ -81,17 +83,24 @@ function ask(content) {
     return showFailure(isLocked ? "The server asks for an API key; give it above." : trouble() || "The server has not answered yet.");
   }
   const before = [...chat.messages], call = pendingCall();
-  if (!before.length) chat.title = textOf({ content }).slice(0, MAX_TITLE) || "Picture";
+  if (!before.length) chat.title = shorten(textOf({ content }), MAX_TITLE) || "Picture";
   chat.messages.push(call ? { role: "tool", tool_call_id: call.id, content } : { role: "user", content });
   if (pendingCall()) return draw();
   return write(before, content);
 }
 
-function retry() {
+async function retry() {
   if (writing) return;
-  const before = [...chat.messages];
+  const before = [...chat.messages], retried = chat;
   chat.messages.pop();
-  write(before, "");
+  await write(before, "");
+  if (retried !== chat || chat.messages === before) return;
+  replacement.offer("The earlier answer was replaced.", () => {
+    chat.messages = before;
+    keep(chat);
+    draw();
+    byId("question").focus();
+  });
 }
 
 // Streams an answer. If nothing of it comes, the conversation is as `before`, and `content` is in the box again.
@@ -103,6 +112,7 @@ async function write(before, content) {
     follow();
   });
   showFailure("");
+  replacement.clear();
   draw();
   byId("messages").append(shown.root);
   // The button that asked, an example or Retry, is gone: the keyboard goes on in the list.
@@ -176,6 +186,7 @@ function open(other) {
   endWriting();
   chat = other;
   showFailure("");
+  replacement.clear();
   draw();
   toEnd();
 }
@@ -191,9 +202,31 @@ async function copyAs(snippet, name) {
   hint(copied ? `Copied as ${name}.` : "This browser does not let the page copy: select the text and copy it.");
 }
 
+// The conversations with these ids were deleted. Returns a function that shows them when they are back.
+function deleted(ids) {
+  const left = chat, isShown = ids.includes(chat.id), isCut = isShown && writing !== null;
+  if (isShown) {
+    // An answer that is still being written must not bring the conversation back.
+    left.isDeleted = true;
+    open(newChat());
+  }
+  drawList(chat.id);
+  return () => {
+    if (isShown) {
+      left.isDeleted = false;
+      // The deletion has stopped an answer: what there is of it is kept, too.
+      if (isCut) keep(left);
+      if (!chat.messages.length) open(left);
+    }
+    drawList(chat.id);
+  };
+}
+
 function drawModels() {
-  const models = server.facts?.models ?? [];
-  if (!models.length) return;
+  if (!server.facts) return;
+  // The first names are all names of the model, the others of adapters.
+  const { models: [model, ...others], num_names } = server.facts;
+  const models = [model, ...others.slice(num_names - 1)];
   document.querySelector(".demo-hint")?.replaceWith(demoHint());
   if (!models.includes(settings.model)) settings.model = models[0];
   const choice = byId("model-choice");
@@ -201,11 +234,7 @@ function drawModels() {
   byId("attach").hidden = !server.facts.takes_images;
   // Drawn anew only when it changed: the list may be open.
   if ([...choice.options].map((option) => option.value).join("\n") !== models.join("\n")) {
-    // The first names are names of the model, the others of adapters.
-    const isSame = (index) => index > 0 && index < server.facts.num_names;
-    choice.replaceChildren(
-      ...models.map((model, index) => new Option(`${shortName(model)}${isSame(index) ? " (same model)" : ""}`, model)),
-    );
+    choice.replaceChildren(...models.map((name) => new Option(shortName(name), name)));
   }
   choice.value = settings.model;
 }
@@ -220,12 +249,8 @@ export function setUpChat() {
       open(newChat());
       byId("question").focus();
     },
-    deleted: (id) => {
-      if (id !== chat.id) return drawList(chat.id);
-      // An answer that is still being written must not bring the conversation back.
-      chat.isDeleted = true;
-      open(newChat());
-    },
+    say: hint,
+    deleted,
   });
   byId("model-choice").addEventListener("change", (event) => rememberModel(event.target.value));
   byId("copy-curl").addEventListener("click", () => copyAs(curl, "curl"));

@@ -4,7 +4,7 @@ import { byId } from "./dom.js";
 import { hasPictures, putPictures, setUpPictures, takePictures } from "./pictures.js";
 
 const HINT_MS = 8000;
-const IS_WRITING = "An answer is being written. Stop it or wait; your message stays in the box.";
+const IS_WRITING = "An answer is being written. Stop it (Escape) or wait; your message stays in the box.";
 const box = byId("question");
 let hintTimer = 0;
 let isStreaming = () => false;
@@ -42,6 +42,7 @@ export function putContent(content) {
 
 export function setStreaming(isWriting) {
   byId("send").textContent = isWriting ? "Stop" : "Send";
+  byId("send").title = isWriting ? "Stop the answer (Escape)" : "";
   byId("send").classList.toggle("stop", isWriting);
   if (!isWriting && byId("hint").textContent === IS_WRITING) hint("");
 }
@@ -67,6 +68,11 @@ export function setUpComposer(actions) {
     event.preventDefault();
     if (isStreaming()) hint(IS_WRITING);
     else byId("ask").requestSubmit();
+  });
+  document.addEventListener("keydown", (event) => {
+    // Escape closes a dialog, a list and an input method before it stops an answer.
+    const isTaken = event.isComposing || event.target.closest?.("dialog, select");
+    if (event.key === "Escape" && !isTaken && !byId("chat-view").hidden && isStreaming()) actions.stop();
   });
   byId("failure-close").addEventListener("click", () => showFailure(""));
   window.addEventListener("resize", fit);

@@ -38,8 +38,8 @@ function draw() {
   byId("kv-bar").value = facts?.load.blocks_total ? facts.load.blocks_used / facts.load.blocks_total : 0;
   byId("docs-link").hidden = facts !== null && !facts.has_docs;
   // A busy engine may not report its launches in time: the last ones stay.
-  if (!facts || facts.shapes) drawShapes(facts?.shapes ?? []);
-  drawRecent(facts?.recent ?? []);
+  if (!facts || facts.shapes) drawShapes(facts?.shapes ?? null);
+  drawRecent(facts?.recent ?? null);
 }
 
 export function setUpDashboard() {

@@ -21,4 +21,12 @@ export function abbreviated(value) {
 // The last part of a path: a model that is served from a folder is named by its path.
 export const shortName = (model) => (model.startsWith("/") ? model.slice(model.lastIndexOf("/") + 1) || model : model);
 
+// At most `most` characters, which end with a whole word where there are several, and a sign that text is missing.
+export function shorten(text, most) {
+  const characters = [...text];
+  if (characters.length <= most) return text;
+  const start = characters.slice(0, most - 1).join("");
+  return `${/\s/.test(start.trim()) ? start.replace(/\s+\S*$/, "") : start}…`;
+}
+
 export const rate = (tokens, time) => (tokens > 0 && time > 0 ? (tokens / time).toFixed(1) : "–");

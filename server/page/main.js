@@ -19,7 +19,7 @@ function drawView() {
 }
 
 function drawStatus() {
-  const { status, facts } = server;
+  const { status, facts } = server, hadKeyForm = !byId("key-form").hidden;
   setText("status", status);
   byId("status").dataset.state = status;
   setText("trouble", trouble());
@@ -34,6 +34,7 @@ function drawStatus() {
     byId("model").title = facts.model;
   }
   drawView();
+  focusWhatIsNext(hadKeyForm);
 }
 
 // Screen readers read a live region again when its text is set, even to the same text.
@@ -46,6 +47,28 @@ function describe({ version, device, dtype, max_model_len }) {
   return [`gaudiserve ${version}`, device, dtype, context].filter(Boolean).join(" · ");
 }
 
+// On a phone the focus would open a keyboard over the page.
+const opensNoKeyboard = () => matchMedia("(min-width: 52rem) and (hover: hover)").matches;
+
+function focusContent() {
+  const view = [...document.querySelectorAll("main")].find((main) => !main.hidden);
+  (view === byId("chat-view") ? byId("question") : view).focus();
+}
+
+// Moves the focus only if the reader has not put it elsewhere.
+function focusWhatIsNext(hadKeyForm) {
+  const needsKey = !byId("key-form").hidden, { activeElement } = document;
+  const isFree = activeElement === document.body || (activeElement === byId("question") && !activeElement.value);
+  if (needsKey === hadKeyForm) return;
+  if (!needsKey && (isFree || byId("key-form").contains(activeElement))) focusContent();
+  else if (needsKey && isFree && opensNoKeyboard()) byId("key").focus();
+}
+
+byId("skip").addEventListener("click", (event) => {
+  // The address names the view.
+  event.preventDefault();
+  focusContent();
+});
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   useKey(byId("key").value);
@@ -57,4 +80,5 @@ setUpChat();
 setUpDashboard();
 onServer(drawStatus);
 drawView();
+if (opensNoKeyboard() && !byId("chat-view").hidden) focusContent();
 watchServer();

@@ -2,8 +2,10 @@
 
 import { byId, element } from "./dom.js";
 import { count } from "./format.js";
+import { UndoLine } from "./undo.js";
 
 const MAX_BYTES = 20 * 2 ** 20;
+const removal = new UndoLine("removed");
 let urls = [];
 let say = () => {};
 
@@ -16,6 +18,7 @@ export function takePictures() {
 }
 
 export function putPictures(given) {
+  removal.clear();
   urls = given;
   draw();
 }
@@ -51,6 +54,11 @@ function draw() {
       urls.splice(index, 1);
       draw();
       byId("question").focus();
+      removal.offer("Removed the picture.", () => {
+        urls.splice(index, 0, url);
+        draw();
+        byId("question").focus();
+      });
     });
     return remove;
   }));

@@ -3,11 +3,11 @@
 import { byId, element } from "./dom.js";
 import { count, rate, seconds } from "./format.js";
 
-const MAX_ROWS = 12;
 const SHORTEST_S = 0.01;
 
-// A request is {ended, route, status, ttft_s, seconds, prompt_tokens, output_tokens, end}.
-export function drawRecent(recent) {
+// A request is {ended, route, status, ttft_s, seconds, prompt_tokens, output_tokens, end}; `recent` is null if unknown.
+export function drawRecent(known) {
+  const recent = known ?? [];
   const longest = Math.max(1, ...recent.map((request) => request.seconds));
   const decades = Math.ceil(Math.log10(longest / SHORTEST_S));
   // The height of a duration, from 0 to 1.
@@ -15,8 +15,8 @@ export function drawRecent(recent) {
   drawTicks(decades);
   byId("bars").replaceChildren(...recent.map((request) => bar(request, height)));
   byId("latencies").textContent = recent.length ? medians(recent) : "";
-  const rows = recent.slice(-MAX_ROWS).reverse().map(row);
-  byId("recent").replaceChildren(...(rows.length ? rows : [emptyRow()]));
+  const rows = [...recent].reverse().map(row);
+  byId("recent").replaceChildren(...(rows.length ? rows : [emptyRow(known ? "No requests yet." : "–")]));
 }
 
 function drawTicks(decades) {
@@ -56,8 +56,8 @@ function row(request) {
   return made;
 }
 
-function emptyRow() {
+function emptyRow(text) {
   const made = element("tr");
-  made.append(element("td", "No requests yet.", "quiet", { colspan: 8 }));
+  made.append(element("td", text, "quiet", { colspan: 8 }));
   return made;
 }

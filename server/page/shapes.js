@@ -3,11 +3,12 @@
 import { byId, element } from "./dom.js";
 import { abbreviated, count } from "./format.js";
 
-let mode = "launches", shapes = [];
+let mode = "launches", shapes = [], known = null;
 
-// A shape is [phase, batch, query, blocks, launches, hits, useful tokens, padding].
+// A shape is [phase, batch, query, blocks, launches, hits, useful tokens, padding]; `given` is null if unknown.
 export function drawShapes(given) {
-  shapes = given;
+  known = given;
+  shapes = known ?? [];
   drawTable("prefill", (shape) => shape[2]);
   drawTable("decode", (shape) => shape[3]);
 }
@@ -40,6 +41,7 @@ function drawTable(phase, width) {
   table.className = `map ${mode}`;
   table.replaceChildren(...(rows.length ? [...rows, head] : []));
   table.querySelectorAll("[data-share]")[focused]?.focus();
+  byId(`no-${phase}`).textContent = known ? "No launches yet." : "–";
   byId(`no-${phase}`).hidden = rows.length > 0;
 }
 
@@ -63,7 +65,7 @@ function choose(button) {
   const texts = mode === "padding" ? ["padding", "0 %", "100 % of the tokens"] : ["launches", "few", "many"];
   ["scale-name", "scale-low", "scale-high"].forEach((id, index) => (byId(id).textContent = texts[index]));
   byId("scale").className = `scale ${mode}`;
-  drawShapes(shapes);
+  drawShapes(known);
 }
 
 export function setUpShapes() {

@@ -17,6 +17,8 @@ export function conversations() {
   return found.filter((chat) => Array.isArray(chat?.messages)).sort((a, b) => b.updated - a.updated);
 }
 
+// Keeps a conversation as it was before it was deleted. Returns whether there was room.
+export const restoreConversation = (chat) => write(CHAT + chat.id, chat);
 export const deleteConversation = (id) => localStorage.removeItem(CHAT + id);
 
 // Keeps a conversation, and deletes the oldest others beyond the limits. Returns whether there was room.

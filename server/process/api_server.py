@@ -278,6 +278,8 @@ class ApiServer:
         self._stopping = asyncio.Event()
         self._is_interrupt = False
         self._interrupted = asyncio.Event()
+        self.end_reason = ""
+        """Why the last engine has ended, which ends the server."""
         self._started_s = time.monotonic()
         self._urls = [f"http://{config.host}:{config.port}"]
         self._tls = Tls(config) if config.ssl_certfile else None
@@ -478,6 +480,9 @@ class ApiServer:
         if self._args.index == 0:
             names = " or ".join(map(json.dumps, self.state.model_names))
             logger.info('Requests name the model by "model": %s', names)
+            if adapters := [adapter.name for adapter in self._args.engine.lora.adapters]:
+                listed = " or ".join(map(json.dumps, adapters))
+                logger.info('Requests name an adapter by "model": %s', listed)
         if ready.device == EMULATOR:
             logger.warning(
                 "there is no Gaudi: it is emulated on the CPU, for tests; times and memory of this "
@@ -595,8 +600,11 @@ class ApiServer:
             ),
             self._client.engines[0],
         )
-        level = logging.INFO if last.is_failure_logged else logging.ERROR
-        logger.log(level, "the server stops, because the engine ended: %s", last.failure)
+        self.end_reason = last.failure or ""
+        if last.is_failure_logged:
+            logger.info("the server stops, because the engine ended")
+        else:
+            logger.error("the server stops, because the engine ended: %s", last.failure)
         await asyncio.sleep(UNHEALTHY_S)
         await self._wait_for_requests(RESPONSE_GRACE_S)
         return WRONG_SETTING if self._client.is_misconfigured else FAILED

@@ -170,8 +170,10 @@ def _serve_in_process(
     download: ModelDownload,
 ) -> int:
     engines: list[EngineProcesses] = []
+    end_reason = ""
 
     async def run() -> int:
+        nonlocal end_reason
         loop = asyncio.get_running_loop()
         api_server = ApiServer(
             ApiServerArgs(
@@ -206,13 +208,19 @@ def _serve_in_process(
 
         listener.listen(BACKLOG)
         download.start(lambda progress: _call_on_loop(loop, api_server.on_download, progress))
-        return await api_server.run(listener, start_engines)
+        try:
+            return await api_server.run(listener, start_engines)
+        finally:
+            end_reason = api_server.end_reason
 
     try:
         code = uvloop.run(run())
     finally:
         for processes in engines:
             processes.close(ENGINE_STOP_S)
+    if end_reason:
+        # Whoever started the server finds the reason in the last line.
+        print(f"gaudiserve: {end_reason}", file=sys.stderr, flush=True)
     return code
 
 

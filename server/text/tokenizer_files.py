@@ -18,6 +18,7 @@ from config.checkpoint.tokenizer_bounds import (
     TokenizerBounds,
     check_tokenizer_file,
 )
+from config.child_command import running
 from config.errors import ConfigError
 from config.model.json_fields import MAX_JSON_BYTES, Json, shown
 from config.model.special_tokens import read_object, special_tokens, token_text
@@ -263,18 +264,12 @@ def _run(command: list[str], report: Report, folder: str) -> str:
     the process before it returns or raises."""
     end_s = time.monotonic() + CONVERT_TIMEOUT_S
     with tempfile.TemporaryFile("w+", errors="replace", dir=folder) as said:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said
-        )
-        try:
+        with running(command, stdout=subprocess.DEVNULL, stderr=said) as process:
             while process.poll() is None:
                 if time.monotonic() > end_s:
                     return f"it took over {CONVERT_TIMEOUT_S} s"
                 report("tokenizer", 0, 0)
                 time.sleep(_POLL_S)
-        finally:
-            process.kill()
-            process.wait()
         said.seek(0)
         lines = [line for line in said.read().splitlines() if line.strip()]
     return (lines or [f"status {process.returncode}"])[-1] if process.returncode else ""

@@ -148,9 +148,41 @@ def test_the_benchmark_of_compose_loads_the_server_and_writes_a_report() -> None
 
     options = bench_parser().parse_args(words)
 
+    # A server that never becomes ready ends the wait.
+    assert "until " not in command and "while " not in command
     assert options.base_url == "http://gaudiserve:8000"
     assert options.json == "/cache/benchmark.json"
     assert f"{options.base_url}/ready" in command
+
+
+def test_compose_gives_up_on_a_server_that_fails_at_every_start() -> None:
+    service = manifest("compose.yaml")[0]["services"]["gaudiserve"]
+
+    assert re.fullmatch(r"on-failure:\d+", service["restart"])
+
+
+def test_compose_leaves_the_health_check_to_the_image() -> None:
+    # The image's check finds a port, a socket and TLS by the flags of the server.
+    files = [manifest(name)[0] for name in ("compose.yaml", "compose.cpu.yaml")]
+
+    assert not any("healthcheck" in file["services"]["gaudiserve"] for file in files)
+
+
+def test_ports_that_the_network_policy_opens_are_documented() -> None:
+    policy = next(
+        part for part in manifest("kubernetes/base/access.yaml") if part["kind"] == "NetworkPolicy"
+    )
+    ports = {
+        str(port["port"]) for rule in policy["spec"]["egress"] for port in rule.get("ports", ())
+    }
+    text = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+
+    (line,) = (
+        line for line in text.splitlines() if "the NetworkPolicy lets the pod connect" in line
+    )
+
+    told = line.split("to the ports ")[1].split(" alone")[0]
+    assert set(re.findall(r"\d+", told)) == ports
 
 
 def image(name: str) -> str:

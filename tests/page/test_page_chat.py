@@ -104,7 +104,6 @@ def test_a_request_has_a_maximum_and_what_the_settings_say(page: Page) -> None:
     sent = bodies(page)
     ask(page, "Hi")
     settle(page, system="Be short.", temperature="0.3", max_tokens="77", tools=TOOLS)
-    page.select_option("#model-choice", "org/demo")
     ask(page, "Again")
     page.reload()
     expect(page.locator("#status")).to_have_text("ready")
@@ -112,7 +111,7 @@ def test_a_request_has_a_maximum_and_what_the_settings_say(page: Page) -> None:
 
     first, second, third = sent
     assert first["max_tokens"] == 1024 and "temperature" not in first and "tools" not in first
-    assert (second["max_tokens"], second["temperature"], second["model"]) == (77, 0.3, "org/demo")
+    assert (second["max_tokens"], second["temperature"], second["model"]) == (77, 0.3, "demo")
     assert second["tools"] == json.loads(TOOLS)
     assert second["messages"] == [
         {"role": "system", "content": "Be short."},
@@ -120,7 +119,7 @@ def test_a_request_has_a_maximum_and_what_the_settings_say(page: Page) -> None:
         {"role": "assistant", "content": "Hello!"},
         {"role": "user", "content": "Again"},
     ]
-    assert (third["max_tokens"], third["model"]) == (77, "org/demo")
+    assert third["max_tokens"] == 77
 
 
 def test_max_tokens_is_what_the_context_leaves(page: Page) -> None:
@@ -166,10 +165,26 @@ def test_the_seconds_before_the_first_token_are_counted(page: Page, server: Page
     )
 
 
-def test_a_second_name_of_the_model_is_marked(page: Page) -> None:
-    texts = page.locator("#model-choice option").all_inner_texts()
+def test_names_of_the_same_model_are_no_choice(page: Page) -> None:
+    expect(page.locator("#model-choice")).to_be_hidden()
 
-    assert texts == ["demo", "org/demo (same model)"]
+
+def test_adapters_are_a_choice_that_is_remembered(browser: Browser, server: PageServer) -> None:
+    with window(browser) as page:
+        state = page.request.get(f"{server.url}/page/state").json()
+        state["models"] = ["demo", "org/demo", "chess"]
+        page.route("**/page/state", lambda route: route.fulfill(json=state))
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(status=502, body=""))
+        open_page(page, server.url)
+        assert page.locator("#model-choice option").all_inner_texts() == ["demo", "chess"]
+        page.select_option("#model-choice", "chess")
+        page.reload()
+        expect(page.locator("#model-choice")).to_have_value("chess")
+        sent = bodies(page)
+
+        ask(page, "Hi")
+
+        assert sent[0]["model"] == "chess"
 
 
 def test_a_text_that_cannot_be_copied_is_shown(page: Page) -> None:
@@ -211,7 +226,9 @@ def test_enter_during_an_answer_keeps_the_message_and_says_why(
 
     send(page, "And this?")
 
-    expect(page.locator("#hint")).to_contain_text("An answer is being written. Stop it or wait")
+    expect(page.locator("#hint")).to_contain_text(
+        "An answer is being written. Stop it (Escape) or wait"
+    )
     expect(page.locator("#question")).to_have_value("And this?")
     expect(page.locator(".message.user")).to_have_count(1)
     page.click("#send")
@@ -286,6 +303,100 @@ def test_conversations_are_kept_opened_and_deleted(page: Page, server: PageServe
     page.click("#forget")
     expect(names).to_have_count(0)
     assert page.evaluate("Object.keys(localStorage).filter((name) => /chat:/.test(name))") == []
+
+
+def test_a_deletion_can_be_undone(page: Page, server: PageServer) -> None:
+    for text in ("First", "Second", "Third"):
+        page.click("#new-chat")
+        ask(page, text)
+    names = page.locator(".chat-name")
+
+    page.click("[aria-label='Delete Third']")
+    expect(page.locator("#deleted")).to_contain_text("Deleted “Third”.")
+    expect(page.locator("#announcement")).to_have_text("Deleted “Third”.")
+    page.click("#deleted button")
+    expect(names).to_have_text(["Third", "Second", "First"])
+    expect(page.locator(".message.user")).to_have_text("Third")
+    expect(page.locator("#deleted")).to_be_hidden()
+    page.click("[aria-label='Delete First']")
+    page.click("#forget")
+    expect(page.locator("#deleted")).to_contain_text("Deleted 2 chats.")
+    expect(names).to_have_count(0)
+    page.click("#deleted button")
+
+    expect(names).to_have_text(["Third", "Second"])
+    page.reload()
+    expect(names).to_have_text(["Third", "Second"])
+
+
+def test_an_undone_deletion_has_the_answer_that_it_stopped(page: Page, server: PageServer) -> None:
+    ask(page, "First")
+    server.answer(LONG, pace_s=0.01)
+    send(page, "Tell")
+    expect(answers(page).last).to_contain_text("number 1")
+    page.click("[aria-label='Delete First']")
+    expect(page.locator("#send")).to_have_text("Send")
+
+    page.click("#deleted button")
+
+    expect(answers(page).last).to_contain_text("number 1")
+    page.reload()
+    page.click(".chat-name")
+    expect(answers(page).last).to_contain_text("number 1")
+
+
+def test_an_answer_that_was_replaced_can_be_brought_back(page: Page, server: PageServer) -> None:
+    server.answer("One.", "Two.")
+    ask(page, "Hi")
+    page.click(".retry")
+    expect(answers(page)).to_have_text("Two.")
+
+    page.click("#replaced button")
+
+    expect(answers(page)).to_have_text("One.")
+    expect(page.locator("#replaced")).to_be_hidden()
+    page.reload()
+    page.click(".chat-name")
+    expect(answers(page)).to_have_text("One.")
+    page.click(".retry")
+    expect(page.locator("#replaced")).to_be_visible()
+    ask(page, "Next")
+    expect(page.locator("#replaced")).to_be_hidden()
+
+
+def test_a_long_title_ends_with_a_sign_that_text_is_missing(page: Page) -> None:
+    ask(page, "What do the four seasons of the year have to do with the axis of the earth?")
+
+    title = "What do the four seasons of the year have to do with the…"
+    expect(page.locator("#title")).to_have_text(title)
+    expect(page.locator(".chat-name")).to_have_text(title)
+
+
+@pytest.mark.parametrize(("width", "is_focused"), [(360, False), (900, True), (1600, True)])
+def test_the_box_has_the_focus_where_it_opens_no_keyboard(
+    browser: Browser, server: PageServer, width: int, is_focused: bool
+) -> None:
+    with window(browser, width) as page:
+        open_page(page, server.url)
+        assert page.evaluate("document.activeElement.id") == ("question" if is_focused else "")
+        page.goto(f"{server.url}/#server")
+        page.reload()
+        expect(page.locator("#server-view")).to_be_visible()
+        assert page.evaluate("document.activeElement.id") == ""
+
+
+def test_escape_stops_an_answer_but_not_from_a_dialog(page: Page, server: PageServer) -> None:
+    server.answer(LONG, pace_s=0.01)
+    send(page, "Tell")
+    expect(answers(page)).to_contain_text("number 1")
+    page.click("#open-settings")
+    page.keyboard.press("Escape")
+    expect(page.locator("#settings")).to_be_hidden()
+    expect(page.locator("#send")).to_have_text("Stop")
+
+    page.keyboard.press("Escape")
+
+    expect(page.locator(".note")).to_have_text("You stopped this answer.")
 
 
 def test_a_deleted_conversation_does_not_return_with_its_answer(
@@ -482,13 +593,17 @@ def test_a_key_is_needed_in_copies_only_if_the_page_has_one(page: Page) -> None:
 
 
 def test_the_chat_works_with_the_keyboard_alone(page: Page) -> None:
-    page.keyboard.press("Tab")
     names = []
-    for _ in range(16):
+    for _ in range(20):
         names.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
         page.keyboard.press("Tab")
 
-    assert names[:3] == ["to-chat", "to-server", "new-chat"]
+    first = names.index("skip")
+    assert names[0] == "question"
+    assert names[first : first + 4] == ["skip", "to-chat", "to-server", "new-chat"]
+    page.focus("#skip")
+    page.keyboard.press("Enter")
+    expect(page.locator("#question")).to_be_focused()
     assert {"copy-curl", "messages", "example", "question", "open-settings", "send"} <= set(names)
     page.focus("#question")
     page.keyboard.type("Two")

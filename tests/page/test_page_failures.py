@@ -147,6 +147,9 @@ def test_a_server_that_is_gone_shows_no_old_figures(browser: Browser) -> None:
         for name in ("running", "waiting", "kv", "hits", "padding", "graphs"):
             expect(page.locator(f"#{name}")).to_have_text("\N{EN DASH}")
         expect(page.locator("#bars span")).to_have_count(0)
+        # Nothing is known of a server that cannot be reached, not even that it has done nothing.
+        for name in ("recent", "no-prefill", "no-decode"):
+            expect(page.locator(f"#{name}")).to_have_text("\N{EN DASH}")
         expect(page.locator("td[data-share]")).to_have_count(0)
         expect(page.locator("#latencies")).to_have_text("")
 
@@ -177,6 +180,7 @@ def test_a_wrong_key_is_said(browser: Browser) -> None:
         server.answer("Hello!")
         open_page(page, server.url, "key needed")
         expect(page.locator("#key-error")).to_be_hidden()
+        expect(page.locator("#key")).to_be_focused()
         send(page, "Hi")
         refused(page, "Hi", "The server asks for an API key")
         for key in (MARKUP, "falsch-€"):
@@ -193,7 +197,8 @@ def test_a_wrong_key_is_said(browser: Browser) -> None:
         page.press("#key", "Enter")
         expect(page.locator("#status")).to_have_text("ready")
         expect(page.locator("#key-form")).to_be_hidden()
-        page.press("#question", "Enter")
+        expect(page.locator("#question")).to_be_focused()
+        page.keyboard.press("Enter")
         expect(page.locator(".message.assistant .markdown")).to_have_text("Hello!")
         expect(page.locator("#failure")).to_be_hidden()
 

@@ -65,6 +65,10 @@ def test_pictures_are_chosen_dropped_pasted_removed_and_sent(
         for _ in range(2):
             page.locator("#pictures button").first.click()
         expect(page.locator("#pictures img")).to_have_count(2)
+        page.click("#removed button")
+        expect(page.locator("#pictures img")).to_have_count(3)
+        page.locator("#pictures button").first.click()
+        expect(page.locator("#pictures img")).to_have_count(2)
 
         ask(page, "What is it?")
 

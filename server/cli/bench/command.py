@@ -13,7 +13,7 @@ from typing import Any
 import uvloop
 from tqdm import tqdm
 
-from config.errors import ConfigError
+from config.errors import CommandFailed, ConfigError
 from config.loading.env import environment
 from config.version import VERSION
 from server.cli.bench.openai import OpenAIServer, Outcome, first_model
@@ -36,14 +36,14 @@ Send = Callable[[BenchRequest], Awaitable[Outcome]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; returns 1 if a request failed. Raises ConfigError for invalid flags or an
-    unusable server."""
+    """Run the benchmark; returns 1 if a request failed. Raises ConfigError for invalid flags and
+    CommandFailed for an unusable server."""
     options = read(argv)
     turns = read_sharegpt(options.dataset_path) if options.dataset_path else []
     try:
         report, model, kind = uvloop.run(_run(options, turns))
     except HttpFailure as error:
-        raise ConfigError(str(error)) from None
+        raise CommandFailed(str(error)) from None
     table = as_text(report, options.percentile_metrics)
     content = json.dumps(_document(options, report, model, kind), indent=2)
     if options.json == "-":

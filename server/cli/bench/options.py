@@ -61,8 +61,6 @@ def bench_parser() -> Parser:
         prog="gaudiserve bench serve",
         usage="gaudiserve bench serve [flags]",
         description=DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
     )
     parser.absence = partial(absence, rows=_ABSENT)
     add = parser.add_argument_group("Server").add_argument

@@ -191,14 +191,16 @@ def test_a_bucket_file_asks_for_its_strategy() -> None:
     ("argv", "message"),
     [
         (["--max-modellen", "3"], "--max-modellen is no flag.*did you mean --max-model-len"),
-        (["--dtype", "bf16"], r"dtype is 'bf16'.*did you mean bfloat16\? \(from flag --dtype"),
-        (["--port", "99999"], r"port is 99999.* 0 and 65535 \(from flag --port"),
+        (["--dtype", "bf16"], r"dtype is 'bf16'.*did you mean bfloat16\?$"),
+        (["--port", "99999"], r"port is 99999.* 0 and 65535$"),
+        (["-tp", "0"], "^--tensor-parallel-size is 0, it must be at least 1$"),
+        (["--max-num-seqs", "0"], "^--max-num-seqs is 0, it must be at least 1$"),
         (["--port", "x"], "port is 'x', it must be a whole number"),
         (["--port", "1.5"], "port is '1.5', it must be a whole number"),
         (["--port", "auto"], "port is 'auto', it must be a value"),
         (
             ["--gpu-memory-utilization", "1.5"],
-            "gpu-memory-utilization is 1.5.*at most 1 .from flag",
+            "gpu-memory-utilization is 1.5.*at most 1$",
         ),
         (["--max-num-seqs", "4096"], "is 2048, it must be at least --max-num-seqs, which is 4096"),
         (

@@ -39,6 +39,7 @@ READY = Ready(0, 8, 16, 128, 50, (2,), 0, "fake", "float32", 0, 0, 0, 0.0, 0.0)
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT_MS", 300)
+    monkeypatch.setattr(wire, "LOCAL_HANDSHAKE_TIMEOUT_MS", 300)
 
 
 @pytest.fixture
@@ -345,6 +346,32 @@ def test_a_connection_that_never_presents_the_token_is_closed(
     engine.close()
 
     assert 0.2 < waited < 2
+
+
+def test_a_slow_handshake_of_this_machine_is_no_stranger(
+    listening: ZmqContext,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "LOCAL_HANDSHAKE_TIMEOUT_MS", 60_000)
+    local = listening.bind_pair(endpoint(str(tmp_path), "w0.sock"), FromWorker)
+    remote = listening.bind_pair("tcp://127.0.0.1:*", FromWorker)
+    slow = connected(tmp_path / "w0.sock")
+    host, _, port = remote.endpoint.removeprefix("tcp://").rpartition(":")
+
+    with socket.create_connection((host, int(port)), timeout=5) as stranger:
+        while stranger.recv(64):
+            pass
+    slow.settimeout(0.1)
+    greeting = slow.recv(64)
+
+    with pytest.raises(TimeoutError):
+        while slow.recv(64):
+            pass
+    assert greeting
+    slow.close()
+    local.close()
+    remote.close()
 
 
 async def test_the_token_is_on_no_command_line_and_in_no_environment() -> None:

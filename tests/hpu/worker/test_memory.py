@@ -14,6 +14,7 @@ from hpu.worker.memory import (
     FreeMemory,
     KVCacheDemand,
     MemorySplit,
+    check_configured,
     num_blocks,
     plan_memory,
     split_memory,
@@ -112,31 +113,40 @@ def test_a_cache_too_small_for_one_context_names_both_numbers_and_the_flags() ->
     assert "100 tokens needs 7 blocks" in message
     assert "--max-model-len to 64" in message
     assert "(7.81 KiB)" in message
-    assert message.endswith("raise --kv-cache-memory-bytes to 8000")
+    assert message.endswith("raise --kv-cache-memory-bytes to 1M (8000 bytes)")
 
 
 @pytest.mark.parametrize(
-    ("setting", "flag", "value"),
+    ("setting", "words", "value"),
     [
-        ("kv_cache_memory_bytes", "--kv-cache-memory-bytes", 58_000),
-        ("num_blocks", "--num-gpu-blocks-override", 7),
+        ("kv_cache_memory_bytes", r"1M \(58000 bytes\)", 58_000),
+        ("num_blocks", "7", 7),
     ],
 )
 def test_the_size_that_the_message_names_is_the_least_that_serves(
-    setting: str, flag: str, value: int
+    setting: str, words: str, value: int
 ) -> None:
     demand = replace(DEMAND, window_bytes=50_000)
     arguments = {"num_sharing": 1, "graph_memory_fraction": 0.0}
     free = FreeMemory(1_000_000, 0)
 
-    with pytest.raises(ConfigError, match=rf"raise {flag} to {value}$"):
+    with pytest.raises(ConfigError, match=f"raise --[a-z-]+ to {words}$"):
         split_memory(CacheConfig(**{setting: value - 1}), demand, free, **arguments)
 
     assert split_memory(CacheConfig(**{setting: value}), demand, free, **arguments).num_blocks == 7
 
 
+@pytest.mark.parametrize("setting", ["kv_cache_memory_bytes", "num_blocks"])
+def test_a_configured_cache_is_refused_before_the_free_memory_is_known(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"needs {DEMAND.context_blocks} blocks"):
+        check_configured(CacheConfig(**{setting: 5}), DEMAND)
+
+    check_configured(CacheConfig(**{setting: 8_000}), DEMAND)
+    check_configured(CacheConfig(), DEMAND)
+
+
 def test_a_host_with_too_little_memory_names_the_size_that_serves() -> None:
-    with pytest.raises(ConfigError, match=r"or set --kv-cache-memory-bytes to 8000$"):
+    with pytest.raises(ConfigError, match=r"or set --kv-cache-memory-bytes to 1M \(8000 bytes\)$"):
         _split(CacheConfig(), free=16_000)
 
 

@@ -1,6 +1,7 @@
 """server/cli/main.py: output, exit statuses, and that no heavy module is imported."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.server import ServerConfig
 from config.version import VERSION
-from server.cli.main import check_early, main
+from server.cli.main import COMMANDS, check_early, main
 
 ROOT = Path(__file__).parents[3]
 
@@ -61,7 +62,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["selftest", "--device", "hpu"], "this Python has no habana_frameworks"),
         (["selftest", "--fast"], "--fast is no flag of gaudiserve selftest"),
         (["bench", "serve", "--num-prompts", "0"], "num-prompts is 0, it must be at least 1"),
-        (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "no server answers"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_status_2(
@@ -75,6 +75,75 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(
     assert captured.err.startswith("gaudiserve: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+NOWHERE = ("--base-url", "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["serve", "./none", "--port=0"], "no such file or folder: ./none"),
+        (["plan", "./none"], "no such file or folder: ./none"),
+        (["presets", "./none"], "no such file or folder: ./none"),
+        (["plan", "{folder}"], "config.json"),
+        (["presets", "{folder}"], "config.json"),
+        (["bench", "serve", *NOWHERE], "no server answers"),
+        (["chat", *NOWHERE], "no server answers"),
+        (
+            ["run-batch", "-i", "{folder}/in.jsonl", "-o", "{folder}/out.jsonl", *NOWHERE],
+            "no server answers",
+        ),
+    ],
+)
+def test_a_command_that_cannot_do_its_work_ends_with_status_1(
+    argv: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+
+    status = main([word.format(folder=tmp_path) for word in argv])
+
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert status == 1
+    assert said.startswith("gaudiserve: ") and words in said
+
+
+@pytest.mark.parametrize("arguments", [[], ["--cache-dir", "{folder}"]])
+def test_the_demo_model_is_fetched_into_the_folder_that_is_named(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("GAUDISERVE_CACHE_DIR", str(tmp_path / "variable"))
+    monkeypatch.setattr(
+        "config.checkpoint.resolve.resolve", lambda model, cache_dir: f"{model} {cache_dir}"
+    )
+
+    status = main(["fetch-demo", *(word.format(folder=tmp_path) for word in arguments)])
+
+    folder = tmp_path if arguments else tmp_path / "variable"
+    assert (status, capsys.readouterr().out) == (0, f"demo {folder}\n")
+
+
+@pytest.mark.parametrize("command", [*sorted({*COMMANDS} - {"buckets", "bench"}), "bench serve"])
+def test_help_of_every_command_has_one_form(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+
+    text = capsys.readouterr().out
+    first, *lines = text.splitlines()
+    assert ended.value.code == 0
+    assert re.fullmatch(
+        rf"usage: gaudiserve {command}( \[?[A-Z]+\]?)?( --?[a-z]+ [A-Z]+)*( \[flags\])?", first
+    )
+    assert lines[0] == "" and lines[1][0].isupper()
+    # Some lists of choices are wider than any line.
+    assert all(len(line) <= 100 for line in lines if "{" not in line)
+    assert re.search("^  -h, --help +Show this text$", text, re.MULTILINE)
 
 
 def test_config_prints_each_value_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:

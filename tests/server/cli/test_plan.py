@@ -134,7 +134,7 @@ def test_a_model_that_is_not_there_is_named(
 
     status = main(["plan", name])
 
-    assert status == 2
+    assert status == 1
     assert words in capsys.readouterr().err
 
 

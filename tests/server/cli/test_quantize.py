@@ -2,14 +2,20 @@
 has the rest."""
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from process_ends import is_alive, pid_in, wait_for
 
 from server.cli import quantize
 from server.cli.main import main
 from server.cli.quantize import table
 from server.offline.perplexity import Reading
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -61,3 +67,19 @@ def test_the_table_compares_size_and_perplexity(tmp_path: Path) -> None:
     assert first.split() == ["GB", "perplexity", "ratio", "same", "likeliest", "token"]
     assert second.split() == ["before", "0.001", "2.000", "1.0000", "100.0%"]
     assert third.split()[2:] == ["3.000", "1.5000", "75.0%"]
+
+
+def test_its_process_ends_when_the_command_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import os\n"
+        "from server.cli.quantize import _in_own_process\n"
+        "_in_own_process('subprocess', 'call', ['sh', '-c', 'echo $PPID > pid; cat'])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    start = [sys.executable, "-c", code]
+    with subprocess.Popen(start, stdin=subprocess.PIPE, cwd=tmp_path, env=environment) as command:
+        pid = pid_in(tmp_path / "pid")
+
+        command.kill()
+
+        wait_for(lambda: not is_alive(pid))

@@ -6,7 +6,7 @@ import pytest
 
 from config.checkpoint.model_name import default_names
 from config.engine import EngineConfig
-from config.errors import ConfigError
+from config.errors import CheckpointError, ConfigError
 from config.params.lora import LoRAConfig
 from config.progress import Report, unreported
 from config.server import ServerConfig
@@ -41,6 +41,21 @@ def test_a_missing_adapter_is_named_with_its_flag_before_anything_starts(tmp_pat
 
     with pytest.raises(ConfigError, match=f"--lora-modules a={tmp_path}/nosuch: no such file or"):
         start.resolve_checkpoint(engine, ServerConfig(), unreported)
+
+
+def test_a_converted_model_is_named_as_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = "/cache/converted/SmolLM2-bfloat16"
+
+    def refuse(_: EngineConfig, found: str) -> None:
+        raise CheckpointError(f"{found} has 9 heads, {found}/config.json says so: {found}")
+
+    monkeypatch.setattr(start, "resolve", lambda *_, **__: folder)
+    monkeypatch.setattr(start, "check_checkpoint", refuse)
+
+    with pytest.raises(CheckpointError) as caught:
+        start.resolve_checkpoint(EngineConfig(model="demo"), ServerConfig(), unreported)
+
+    assert str(caught.value) == f"demo has 9 heads, {folder}/config.json says so: demo"
 
 
 def test_a_path_has_its_last_part_as_a_second_name(

@@ -1,0 +1,29 @@
+"""Processes that a test waits for: the one that a command has started, and its end."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+WAIT_S = 20.0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until `condition` holds, at most WAIT_S."""
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def pid_in(file: Path) -> int:
+    """The process id that a command writes to `file`, as a line."""
+    wait_for(lambda: file.is_file() and file.read_text().endswith("\n"))
+    return int(file.read_text())
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
