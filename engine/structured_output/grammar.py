@@ -17,7 +17,13 @@ from config.checkpoint.tokenizer_bounds import check_tokenizer_file
 from config.errors import ConfigError, UserError
 from config.native import NativePanic, panics_as_errors
 from config.params.structured_output import FREE, GrammarSpec, ThinkingSpec
-from engine.structured_output.bounds import check_cycles, check_grammar_size, check_pattern_size
+from engine.structured_output.bounds import (
+    check_cycles,
+    check_grammar_size,
+    check_pattern_size,
+    with_ascii_classes,
+    with_ascii_patterns,
+)
 from engine.structured_output.json_schema import prepare_schema
 from engine.structured_output.structural_tag import tags_to_lark
 from engine.structured_output.thinking import (
@@ -353,7 +359,7 @@ def _json(text: str) -> str:
 
 def _regex(text: str) -> str:
     check_pattern_size(text, "regex")
-    return LLMatcher.grammar_from_regex(text)
+    return LLMatcher.grammar_from_regex(with_ascii_classes(text))
 
 
 def _choice(text: str) -> str:
@@ -371,7 +377,7 @@ def _grammar(text: str) -> str:
     except Exception as error:  # the library's EBNF reader raises exactly this class
         raise _error(f"the grammar cannot be read: {_first_part(str(error))}") from None
     check_cycles(lark)
-    return LLMatcher.grammar_from_lark(lark)
+    return LLMatcher.grammar_from_lark(with_ascii_patterns(lark))
 
 
 def _structural_tag(text: str, vocabulary: Vocabulary) -> str:
