@@ -207,6 +207,6 @@ def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
         raise wrong(given, "text, or a list of texts (in quotes)", is_secret=is_secret)
     if not all(value):
         raise ConfigError(
-            f"{given.name} is empty, it must be left out or hold text (from {given.source})"
+            f"--{given.name} is empty, it must be left out or have a text (from {given.source})"
         )
     return tuple(value)
