@@ -13,6 +13,7 @@
 Every message has the two numbers, or the value and the range, that disagree.
 """
 
+import json
 from collections.abc import Mapping
 
 
@@ -143,10 +144,8 @@ _MAX_SHOWN_BITS = 128
 def value_text(value: object) -> str:
     """A value of a request in an error message, in the words of JSON: 3, true, 'text', a list. Long
     values are cut."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    if isinstance(value, (bool, type(None))):
+        return json.dumps(value)
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, float) and value.is_integer():

@@ -208,10 +208,10 @@ def _problem(name: str, problem: Any, known: list[str]) -> str:
     if problem["type"] == "missing":
         return f"{name} is missing, it must be set"
     message = problem["msg"].removeprefix("Value error, ")
-    wanted = _WANTED.get(problem["type"].partition("_")[0])
-    if wanted is None and message.startswith(_SHOULD):
+    wanted = _WANTED.get(problem["type"].partition("_")[0], "")
+    if not wanted and message.startswith(_SHOULD):
         wanted = message.removeprefix(_SHOULD)
-    if wanted is None:
+    if not wanted:
         # A message of our own is the sentence after the name of the field.
         return f"{name}{message}" if message.startswith("[") else f"{name} {message}"
     if wanted not in known:

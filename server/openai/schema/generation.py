@@ -334,10 +334,10 @@ def check_salt(salt: str | None) -> None:
             f"cache_salt has {len(salt)} characters, it must have 1 to {MAX_SALT_CHARACTERS}",
             param="cache_salt",
         )
-    strange = next((c for c in salt if c in "@/\\\0"), None)
-    if strange is not None:
+    strange = [c for c in salt if c in "@/\\\0"]
+    if strange:
         raise UserError(
-            f"cache_salt has {strange!r}, it must have no @, /, \\ or NUL", param="cache_salt"
+            f"cache_salt has {strange[0]!r}, it must have no @, /, \\ or NUL", param="cache_salt"
         )
 
 

@@ -15,7 +15,7 @@ def type_of(entry: Any) -> str | None:
     return kind if isinstance(kind, str) and kind else None
 
 
-def untyped(entry: Any, where: str, example: str) -> str:
+def untyped(entry: object, where: str, example: str) -> str:
     """The message about an entry without a type."""
     if isinstance(entry, dict):
         return wrong_field(entry, "type", where, f"a string such as {example!r}")

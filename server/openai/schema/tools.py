@@ -1,5 +1,6 @@
 """Checks of tools and tool_choice, and the JSON schema of forced calls."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from config.errors import UserError, value_text, wrong_field
@@ -103,7 +104,7 @@ def check_function(tool: Any, where: str) -> str:
     if not isinstance(function, dict):
         raise _bad(wrong_field(tool, "function", where, "an object"))
     name = function.get("name")
-    # Names with dots and blanks are accepted, as vLLM does: clients use those of MCP servers.
+    # vLLM accepts names with dots and blanks, too; names of MCP tools have dots.
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         raise _bad(wrong_field(function, "name", path, "a string of visible characters"))
     if len(name) > MAX_TOOL_NAME_CHARACTERS:
@@ -118,7 +119,7 @@ def check_function(tool: Any, where: str) -> str:
     return name
 
 
-def _check_parameters(function: dict[str, Any], where: str) -> None:
+def _check_parameters(function: Mapping[str, object], where: str) -> None:
     schema, path = function.get("parameters"), f"{where}.parameters"
     if schema is None:
         return
