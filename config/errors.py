@@ -14,7 +14,8 @@
 Every message has the two numbers, or the value and the range, that disagree.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -151,3 +152,31 @@ def bytes_text(num_bytes: float) -> str:
         if num_bytes >= _SMALLEST_SHARE * size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes:.0f} bytes"
+
+
+MAX_SHOWN_CHARACTERS = 40
+_MAX_SHOWN_BITS = 128
+
+
+def value_text(value: object) -> str:
+    """A value of a request in an error message, in the words of JSON: 3, true, 'text', a list. Long
+    values are cut."""
+    if isinstance(value, (bool, type(None))):
+        return json.dumps(value)
+    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, float) and value.is_integer():
+        return f"{value:.17g}"
+    if isinstance(value, str):
+        return repr(value[:MAX_SHOWN_CHARACTERS]) + "..." * (len(value) > MAX_SHOWN_CHARACTERS)
+    if isinstance(value, (list, tuple)):
+        return "a list" if value else "an empty list"
+    if isinstance(value, Mapping):
+        return "an object" if value else "an empty object"
+    return f"{value!r:.{MAX_SHOWN_CHARACTERS}}"
+
+
+def wrong_field(holder: Mapping[str, object], field: str, where: str, wanted: str) -> str:
+    """The message about a field of the object at `where` that is missing or has a wrong value."""
+    found = f"is {value_text(holder[field])}" if field in holder else "is missing"
+    return f"{where}.{field} {found}, it must be {wanted}"

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 TEXT, JSON = FORMATS = ("text", "json")
-FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(process_role)s %(name)s: %(message)s"
+FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(process_role)s %(module_name)s: %(message)s"
 TIME = "%Y-%m-%d %H:%M:%S"
 CHATTY = (
     "asyncio",
@@ -63,6 +63,8 @@ class RoleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         record.process_role = self._role
+        # `server server.process.api_server` would say the role twice.
+        record.module_name = record.name.removeprefix(f"{self._role}.")
         record.message = record.getMessage()
         record.asctime = self.formatTime(record, self.datefmt)
         lines = [escaped(self.formatMessage(record).rstrip("\n"))]

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import IO
 
 TERMINAL_S, LINE_S = 1.0, 5.0
@@ -26,6 +28,11 @@ PIP_STEPS = (
 )
 PIP_INSTALLS = re.compile(r"Installing collected packages: (.*)")
 """Lines of pip that begin a step. Its lines of an uninstall do not: it still installs then."""
+
+
+def num_installed(environment: Path) -> int:
+    """Number of distributions in a virtual environment."""
+    return sum(1 for _ in environment.glob("lib/python*/site-packages/*.dist-info"))
 
 
 def pip_step(line: str) -> str:
@@ -58,11 +65,15 @@ class Counter:
         self.interval_s = TERMINAL_S if self._is_terminal else line_s
         self.step = ""
         """The step of the command, in words."""
+        self.progress: Callable[[], str] = str
+        """How far the step is, in words."""
 
     def show(self) -> None:
         """Write the count."""
         seconds = time.monotonic() - self._begun_s
-        line = f"{self._words}, {seconds:.0f} s" + (f": {self.step}" if self.step else "")
+        line = f"{self._words}, {seconds:.0f} s" + (
+            f": {self.step}{self.progress()}" if self.step else ""
+        )
         self._write(shorten(line) if self._is_terminal else f"{shorten(line)}\n")
 
     def relay(self, lines: IO[str]) -> None:
@@ -74,10 +85,14 @@ class Counter:
             if line.lstrip().startswith(WARNING):
                 warnings.add(line)
 
-    def follow(self, lines: IO[str]) -> None:
-        """Keep the last step among `lines` of pip for the count."""
+    def follow(self, lines: IO[str], environment: Path) -> None:
+        """Keep the last step among `lines` of pip for the count. pip says nothing while it installs
+        packages into `environment`, so these are counted there."""
+        before = num_installed(environment)
         for line in lines:
             self.step = pip_step(line.strip()) or self.step
+            if PIP_INSTALLS.match(line.strip()):
+                self.progress = lambda: f", {max(0, num_installed(environment) - before)} done"
 
     def clear(self) -> None:
         """Remove the count from a terminal."""
@@ -98,7 +113,10 @@ def run(command: list[str], counter: Counter, *, summarizes: bool) -> int:
         assert process.stderr is not None
         readers = [threading.Thread(target=counter.relay, args=(process.stderr,))]
         if process.stdout is not None:
-            readers.append(threading.Thread(target=counter.follow, args=(process.stdout,)))
+            environment = Path(command[0]).parent.parent
+            readers.append(
+                threading.Thread(target=counter.follow, args=(process.stdout, environment))
+            )
         for reader in readers:
             reader.start()
         # Ctrl-C reaches the command too, which ends by itself.

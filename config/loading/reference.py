@@ -11,6 +11,7 @@ from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag
 from config.loading.vendor_variables import VendorVariable, vendor_variables
 from config.loading.vllm_flags import ABSENT, MODEL, NUMBER, SHORT_FORMS, SWITCHES, VALUES
 from config.model.architectures import ARCHITECTURES
+from config.model.multimodal.text_part import WHOLE_MODELS
 
 DOCS = Path(__file__).parents[2] / "docs"
 _PARSERS = ("tool-call-parser", "reasoning-parser")
@@ -128,7 +129,7 @@ def vllm_flags() -> str:
 
 
 def models() -> str:
-    """The table of models.md."""
+    """The table and the list of models.md."""
     heads = ("architecture", "models", "feed-forward", "in GGUF", "limits")
     in_gguf = {
         name: stored for stored, gguf in GGUF_FAMILIES.items() for name in (gguf.name, *gguf.others)
@@ -143,7 +144,13 @@ def models() -> str:
         )
         for name, family in ARCHITECTURES.items()
     ]
-    return f"{_table(heads, rows)}\n"
+    whole = fill(_listed(sorted(WHOLE_MODELS)), 110, break_on_hyphens=False)
+    return (
+        f"{_table(heads, rows)}\n"
+        f"The table has {len(rows)} architectures. {len(WHOLE_MODELS)} more have images or audio, "
+        f"{len(rows) + len(WHOLE_MODELS)} in all: at least their text model\nis served, and the "
+        f"paragraphs below say which take images.\n\n{whole}.\n\n"
+    )
 
 
 def _flags(names: str) -> str:

@@ -217,6 +217,6 @@ def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
         raise wrong(given, "text, or a list of texts (in quotes)", is_secret=is_secret)
     if not all(value):
-        message = f"{given.name} is empty, it must be left out or hold text"
+        message = f"--{given.name} is empty, it must be left out or have a text"
         raise ConfigError(with_sources(message, (given.source,)))
     return tuple(value)

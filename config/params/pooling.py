@@ -3,7 +3,7 @@ supports."""
 
 import msgspec
 
-from config.errors import UserError
+from config.errors import UserError, value_text
 
 EMBED = "embed"
 """One vector for the whole text."""
@@ -82,4 +82,4 @@ class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 def _at_least(name: str, value: int, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise UserError(f"{name} is {value!r}, it must be at least {minimum}", param=name)
+        raise UserError(f"{name} is {value_text(value)}, it must be at least {minimum}", param=name)

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
 
-from config.errors import UserError
+from config.errors import UserError, value_text
 from config.params.structured_output import GrammarSpec, grammar_spec
 from config.params.token_ids import TokenArray, TokenIds, num_ids, token_array
 
@@ -48,7 +48,11 @@ def invalid_token(
 
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise UserError(f"{name} is {value!r}, it must be {allowed}", param=name)
+        raise UserError(f"{name} is {value_text(value)}, it must be {allowed}", param=name)
+
+
+def _refuse(name: str, problem: str) -> NoReturn:
+    raise UserError(f"{name}{'' if problem[0] == '[' else ' '}{problem}", param=name)
 
 
 def _finite(value: float) -> bool:
@@ -188,7 +192,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("top_p", lambda value: _finite(value) and 0 < value <= 1, "greater than 0, and at most 1"),
     ("top_k", lambda count: count >= -1, "-1 or 0 (off), or at least 1"),
     ("repetition_penalty", lambda value: _finite(value) and value > 0, "greater than 0"),
-    ("seed", lambda seed: -(2**63) <= seed < 2**63, "a 64-bit integer"),
+    ("seed", lambda seed: -(2**63) <= seed < 2**63, f"between {-(2**63)} and {2**63 - 1}"),
 )
 """(name, predicate for allowed values, description of the allowed values)."""
 _OPTIONAL = (
@@ -213,16 +217,18 @@ def _check_numbers(params: SamplingParams) -> None:
 
 
 def _check_stops(params: SamplingParams) -> None:
-    ok = all(isinstance(text, str) and text for text in params.stop)
-    _check(ok, "stop", "an empty string", "non-empty strings")
+    for text in params.stop:
+        _check(isinstance(text, str), "stop", text, "a string or a list of strings")
+        if not text:
+            _refuse("stop", "has an empty string, its strings must have at least 1 character")
 
 
 def _check_tokens(params: SamplingParams) -> None:
     biases = params.logit_bias
     if biases and not (min(biases) >= 0 and _are_biases(biases.values())):
         _check_each_bias(biases)
-    if params.allowed_token_ids is not None:
-        _check(len(params.allowed_token_ids) > 0, "allowed_token_ids", [], "not empty")
+    if params.allowed_token_ids is not None and not len(params.allowed_token_ids):
+        _refuse("allowed_token_ids", "is an empty list, it must have at least 1 token id")
 
 
 def _are_biases(values: Collection[float]) -> bool:
@@ -237,23 +243,25 @@ def _are_biases(values: Collection[float]) -> bool:
 
 def _check_each_bias(biases: Mapping[int, float]) -> None:
     for token, bias in biases.items():
-        _check(token >= 0, "logit_bias", token, "a token id of at least 0")
-        ok = _finite(bias) and -100 <= bias <= 100
-        _check(ok, "logit_bias", bias, "a bias between -100 and 100")
+        if token < 0:
+            _refuse("logit_bias", f"has token id {token}, it must be at least 0")
+        if not (_finite(bias) and -100 <= bias <= 100):
+            shown = value_text(bias)
+            _refuse("logit_bias", f"['{token}'] is {shown}, it must be between -100 and 100")
 
 
 def _check_bad_words(params: SamplingParams) -> None:
     words = params.bad_words_token_ids
     name = "bad_words_token_ids"
-    _check(len(words) <= MAX_BAD_WORDS, name, f"{len(words)} words", f"at most {MAX_BAD_WORDS}")
+    if len(words) > MAX_BAD_WORDS:
+        _refuse(name, f"has {len(words)} words, at most {MAX_BAD_WORDS} are taken")
     for word in words:
-        _check(
-            len(word) <= MAX_BAD_WORD_TOKENS,
-            name,
-            f"a word of {len(word)} tokens",
-            f"words of at most {MAX_BAD_WORD_TOKENS}",
-        )
-        _check(len(word) > 0, name, word, "words of at least 1 token")
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+            _refuse(
+                name,
+                f"has a word of {len(word)} tokens, a word must have between 1 and "
+                f"{MAX_BAD_WORD_TOKENS}",
+            )
         for token in word:
             _check(_is_integer(token), name, token, "made of integer token ids")
     if not all(isinstance(word, tuple) for word in words):

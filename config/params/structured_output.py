@@ -1,12 +1,13 @@
 """GrammarSpec: the grammar of an output as given in a request, before it is compiled."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from config.errors import UserError
+from config.errors import UserError, value_text
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 FREE = "free"
@@ -52,17 +53,17 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise _bad(f"{self.kind} has half a character (a lone surrogate)") from None
 
 
-def grammar_spec(fields: Mapping[str, Any]) -> GrammarSpec | None:
+def grammar_spec(fields: Mapping[str, Any], name: str | None = None) -> GrammarSpec | None:
     """The spec of a request's structured_outputs, `{kind: value}` with at most one kind set; None
-    if none is. Raises UserError."""
-    named = {name: value for name, value in fields.items() if not _is_unset(name, value)}
+    if none is. Raises UserError. `name`: the field that has the value, for errors."""
+    named = {kind: value for kind, value in fields.items() if not _is_unset(kind, value)}
     strange = sorted(named.keys() - set(KINDS))
     if strange:
         raise _bad(f"structured_outputs has {strange[0][:40]!r}, it may have {', '.join(KINDS)}")
     if len(named) > 1:
-        raise _bad(f"structured_outputs sets {' and '.join(sorted(named))}, it may set only one")
+        raise _bad(f"structured_outputs sets {' and '.join(sorted(named))}, it must set only one")
     for kind, value in named.items():
-        return _SPECS[kind](value)
+        return _SPECS[kind](name or f"structured_outputs.{kind}", value)
     return None
 
 
@@ -71,48 +72,49 @@ def _is_unset(name: str, value: object) -> bool:
     return value is None or (value is False and name != "json")
 
 
-def _json(value: object) -> GrammarSpec:
-    value = _parsed("the JSON schema", value)
+def _json(name: str, value: object) -> GrammarSpec:
+    value = _parsed(name, value)
     if not isinstance(value, (dict, bool)):
-        raise _bad(f"the JSON schema is {value!r:.40}, it must be an object")
-    return GrammarSpec("json", _to_json(value))
+        raise _bad(f"{name} is {value_text(value)}, it must be an object")
+    return GrammarSpec("json", _to_json(name, value))
 
 
-def _json_object(value: object) -> GrammarSpec:
+def _json_object(name: str, value: object) -> GrammarSpec:
     if value is not True:
-        raise _bad(f"json_object is {value!r:.40}, it must be true")
+        raise _bad(f"{name} is {value_text(value)}, it must be true")
     return GrammarSpec("json_object")
 
 
-def _text(kind: str, value: object) -> GrammarSpec:
+def _text(kind: str, name: str, value: object) -> GrammarSpec:
     if not isinstance(value, str) or not value:
-        raise _bad(f"{kind} is {value!r:.40}, it must be a string that is not empty")
+        raise _bad(f"{name} is {value_text(value)}, it must be a string that is not empty")
     return GrammarSpec(kind, value)
 
 
-def _choice(value: object) -> GrammarSpec:
+def _choice(name: str, value: object) -> GrammarSpec:
     if not isinstance(value, (list, tuple)) or not value:
-        raise _bad(f"choice is {value!r:.40}, it must be a list of at least 1 string")
+        raise _bad(f"{name} is {value_text(value)}, it must be a list of at least 1 string")
     if len(value) > MAX_CHOICES:
-        raise _bad(f"choice has {len(value)} strings, at most {MAX_CHOICES} are taken")
+        raise _bad(f"{name} has {len(value)} strings, at most {MAX_CHOICES} are taken")
     for choice in value:
         if not isinstance(choice, str) or not choice:
-            raise _bad(f"choice has {choice!r:.40}, it must have strings that are not empty")
-    return GrammarSpec("choice", _to_json(list(value)))
+            shown = value_text(choice)
+            raise _bad(f"{name} has {shown}, it must have strings that are not empty")
+    return GrammarSpec("choice", _to_json(name, list(value)))
 
 
-def _structural_tag(value: object) -> GrammarSpec:
-    value = _parsed("structural_tag", value)
+def _structural_tag(name: str, value: object) -> GrammarSpec:
+    value = _parsed(name, value)
     if not isinstance(value, dict):
-        raise _bad(f"structural_tag is {value!r:.40}, it must be an object")
-    return GrammarSpec("structural_tag", _to_json(value))
+        raise _bad(f"{name} is {value_text(value)}, it must be an object")
+    return GrammarSpec("structural_tag", _to_json(name, value))
 
 
-_SPECS = {
+_SPECS: dict[str, Callable[[str, object], GrammarSpec]] = {
     "json": _json,
     "json_object": _json_object,
-    "regex": lambda value: _text("regex", value),
-    "grammar": lambda value: _text("grammar", value),
+    "regex": partial(_text, "regex"),
+    "grammar": partial(_text, "grammar"),
     "choice": _choice,
     "structural_tag": _structural_tag,
 }
@@ -126,21 +128,27 @@ def _parsed(name: str, value: object) -> object:
         raise _bad(f"{name} has {len(value)} characters, at most {MAX_CHARACTERS} are taken")
     try:
         return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise _bad(
+            f"{name} is a string that is no JSON, it must be an object, or its JSON: "
+            f"{error.msg.lower()} at character {error.pos}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise _bad(f"{name} is a string that is no JSON: {error}") from None
 
 
-def _to_json(value: object) -> str:
+def _to_json(name: str, value: object) -> str:
     """Compact JSON in the given order of keys, which is the order of an object's properties.
     Raises UserError for more than MAX_CHARACTERS before any of the JSON is made."""
     try:
         if (least := least_characters(value)) > MAX_CHARACTERS:
             raise _bad(
-                f"it has at least {least} characters as JSON, at most {MAX_CHARACTERS} are taken"
+                f"{name} has at least {least} characters as JSON, at most {MAX_CHARACTERS} "
+                "are taken"
             )
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (ValueError, TypeError, RecursionError) as error:
-        raise _bad(f"it cannot be written as JSON: {error}") from None
+        raise _bad(f"{name} cannot be written as JSON: {error}") from None
 
 
 def least_characters(value: object) -> int:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from config.errors import UserError
+
 TokenIds = tuple[int, ...] | bytes
 """Bytes are uint32, little-endian. A process decodes the bytes of a list of 300,000 ids in 0.1 ms,
 and a tuple of as many integers in 15 ms."""
@@ -12,6 +14,13 @@ TokenArray = npt.NDArray[np.int64]
 ID_BYTES = 4
 MAX_UNPACKED = 1_024
 """Maximum number of ids in a list that stays a tuple."""
+
+
+def unknown_token(name: str, token_id: int, vocab_size: int, param: str) -> UserError:
+    """The error for a token id in `name` that is not in the vocabulary."""
+    return UserError(
+        f"{name} has token id {token_id}, it must be between 0 and {vocab_size - 1}", param=param
+    )
 
 
 def num_ids(ids: TokenIds) -> int:

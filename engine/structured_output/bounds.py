@@ -1,4 +1,5 @@
-"""Checks regular expressions and grammars (Lark, EBNF) before the grammar library compiles them.
+"""Checks regular expressions and grammars (Lark, EBNF) before the grammar library compiles them,
+and rewrites their classes of characters to ASCII.
 
 Automata grow with the number of expressions, and the library recurses at each level, with 3 to 9
 KiB of stack. Accepted grammars are still compiled in an isolated process first: see
@@ -104,6 +105,7 @@ _WORD = re.compile(
     r"|([A-Za-z_][\w-]*)"  # a name
     r"|([(\[])|([)\]])"
 )
+"""A token of Lark or EBNF; group 1: a pattern."""
 
 
 def check_grammar_size(text: str) -> None:
@@ -270,3 +272,50 @@ def _units(alternatives: list[list[str]], empty: set[str]) -> Iterator[str]:
         filled = [item for item in sequence if item not in empty]
         if len(filled) <= 1:
             yield from filled or sequence
+
+
+_BLANKS = r"\t-\r\x20"
+CLASSES = {
+    "d": "[0-9]",
+    "D": "[^0-9]",
+    "w": "[0-9A-Za-z_]",
+    "W": "[^0-9A-Za-z_]",
+    "s": f"[{_BLANKS}]",
+    "S": f"[^{_BLANKS}]",
+}
+"""Letter after the backslash -> a class of ASCII characters, which may also stand within another
+class. The library would take these letters for Unicode, except in the patterns of JSON schemas."""
+_PATTERN_PART = re.compile(r"\\([dDwWsS])|\\.|--|.", re.DOTALL)
+
+
+def with_ascii_classes(pattern: str) -> str:
+    """`pattern` with CLASSES in place of their letters. The end of a range, as in `[+-\\d]`, is not
+    rewritten: the library refuses it."""
+    parts: list[str] = []
+    depth = 0
+    # Whether the last token may begin a range of characters, and whether the next token ends one.
+    has_start = is_end = False
+    for part in _PATTERN_PART.finditer(pattern):
+        text, letter = part[0], part[1]
+        parts.append(CLASSES[letter] if letter and not is_end else text)
+        if text == "[":
+            depth += 1
+        elif text == "]":
+            depth = max(0, depth - 1)
+        is_range = bool(depth) and text == "-" and has_start
+        has_start = not (is_range or is_end or letter or text in ("[", "]", "-", "--", "^"))
+        is_end = is_range
+    return "".join(parts)
+
+
+def with_ascii_patterns(grammar: str) -> str:
+    """The Lark source `grammar` with ASCII classes in its patterns."""
+    return "\n".join(_WORD.sub(_with_ascii_pattern, line) for line in grammar.split("\n"))
+
+
+def _with_ascii_pattern(word: re.Match[str]) -> str:
+    pattern = word[1]
+    if not pattern:
+        return word[0]
+    start, end = word.start(1) - word.start(), word.end(1) - word.start()
+    return word[0][:start] + with_ascii_classes(pattern) + word[0][end:]

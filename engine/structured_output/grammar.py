@@ -17,8 +17,14 @@ from config.checkpoint.tokenizer_bounds import check_tokenizer_file
 from config.errors import ConfigError, UserError
 from config.native import NativePanic, panics_as_errors
 from config.params.structured_output import FREE, GrammarSpec, ThinkingSpec
-from engine.structured_output.bounds import check_cycles, check_grammar_size, check_pattern_size
-from engine.structured_output.json_schema import prepare_schema
+from engine.structured_output.bounds import (
+    check_cycles,
+    check_grammar_size,
+    check_pattern_size,
+    with_ascii_classes,
+    with_ascii_patterns,
+)
+from engine.structured_output.json_schema import plain_reason, prepare_schema
 from engine.structured_output.structural_tag import tags_to_lark
 from engine.structured_output.thinking import (
     AFTER_THINKING,
@@ -53,6 +59,8 @@ _LOOK_AROUND = re.compile(
     r"^error: look-around|(?:^|\(in regex\): )lookarounds not supported", re.MULTILINE
 )
 """Parts of the library's errors of a regular expression."""
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+"""The place in a grammar at the start of an error of the library."""
 UNSPELLABLE = ("NoExtensionBias", "; forced bytes: got ")
 """Parts of the library's errors when no token spells the bytes that the grammar requires next."""
 
@@ -348,12 +356,13 @@ def _json(text: str) -> str:
         schema = json.dumps(prepare_schema(json.loads(text)), ensure_ascii=False)
         return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_FORM)
     except (ValueError, RecursionError) as error:
-        raise _error(f"the json cannot be compiled: {_first_part(str(error))}") from None
+        reason = plain_reason(_first_part(str(error)))
+        raise _error(f"the json cannot be compiled: {reason}") from None
 
 
 def _regex(text: str) -> str:
     check_pattern_size(text, "regex")
-    return LLMatcher.grammar_from_regex(text)
+    return LLMatcher.grammar_from_regex(with_ascii_classes(text))
 
 
 def _choice(text: str) -> str:
@@ -371,7 +380,7 @@ def _grammar(text: str) -> str:
     except Exception as error:  # the library's EBNF reader raises exactly this class
         raise _error(f"the grammar cannot be read: {_first_part(str(error))}") from None
     check_cycles(lark)
-    return LLMatcher.grammar_from_lark(lark)
+    return LLMatcher.grammar_from_lark(with_ascii_patterns(lark))
 
 
 def _structural_tag(text: str, vocabulary: Vocabulary) -> str:
@@ -397,10 +406,14 @@ def _reason(error: str, *, has_lines: bool = False) -> str:
         return "this model's vocabulary has no token for what the grammar requires next"
     # The library quotes the pattern, which may be long, before it names the problem.
     place = error.partition("invalid regex")[0] if has_lines else ""
+    place = _PLACE.sub(r"line \1, column \2: ", place)
+    if has_lines:
+        # A drawing of the line follows.
+        message = _PLACE.sub(r"line \1, column \2: ", message).partition("\n")[0]
     if _LOOK_AROUND.search(error):
         return f"{place}look-around is not supported, nor are \\b and \\B"
     problems = _PATTERN_PROBLEM.findall(error)
-    return f"{place}{problems[-1]}" if problems else message
+    return f"{place}{problems[-1]}" if problems else plain_reason(message)
 
 
 def _first_part(message: str) -> str:

@@ -3,6 +3,7 @@
 Rejects schemas that the library would ignore in part, not enforce, or not finish compiling.
 """
 
+import re
 import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -52,15 +53,51 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 """Keywords that the library does not support, with the values that have no effect."""
 DRAFT_3_KEYWORDS = ("extends", "disallow", "divisibleBy")
 """Keywords that the library ignores like unknown keywords."""
+_PLAIN: tuple[tuple[str, str], ...] = (
+    (r'Unimplemented keys: \["(\w+)"\]', r"\1 cannot be enforced; leave it out"),
+    (r"Unimplemented keys: \[(.+)\]", r"\1 cannot be enforced; leave them out"),
+    (r"Unknown format: (.+)", r"format '\1' cannot be enforced; use pattern, or leave it out"),
+    (
+        r"min/maxProperties only supported .*",
+        "minProperties and maxProperties cannot be enforced with optional properties; list all "
+        "properties in required",
+    ),
+    (r"(?:Anchor|Pointer) '(.*)' does not exist", r"$ref '#\1' must name a part of this schema"),
+    (
+        r"Resource '(.*)' is not present .*",
+        r"$ref '\1' is outside of this schema; copy its target to $defs",
+    ),
+    (r"Unsatisfiable schema: (.+)", r"it must allow a value: \1"),
+    (r"invalid multiple of", "multipleOf must be greater than 0"),
+    (r"Expected array for '(\w+)', got (.+)", r"\1 is \2, it must be a list"),
+    (r"Expected f64 for '(\w+)', got (.+)", r"\1 is \2, it must be a number"),
+    (
+        r"Expected (?:u64|positive integer) for '(\w+)', got (.+)",
+        r"\1 is \2, it must be an integer of at least 0",
+    ),
+    (r"Expected (\w+) for '(\w+)', got (.+)", r"\2 is \3, it must be a \1"),
+    (r"(\w+) must be an array", r"\1 must be a list"),
+)
+"""The library's messages about a schema, and ours."""
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
 
 def prepare_schema(schema: Any) -> Any:
     """`schema` without keywords that have no effect. Raises UserError if it is too large or the
     library would not enforce it."""
+    if schema is False:
+        raise _refusal("the schema is false, it must allow a value")
     check_schema_size(schema)
     check_terminates(schema)
     return _prepare(schema)
+
+
+def plain_reason(message: str) -> str:
+    """The library's `message` about a schema in our words, with what to change."""
+    for pattern, ours in _PLAIN:
+        if found := re.fullmatch(pattern, message, re.DOTALL):
+            return found.expand(ours)
+    return message
 
 
 def _prepare(schema: Any) -> Any:
@@ -74,7 +111,9 @@ def _prepare(schema: Any) -> Any:
     prepared = {}
     for keyword, value in schema.items():
         if keyword in DRAFT_3_KEYWORDS:
-            raise _refusal(f"{keyword} is a keyword of an older draft that cannot be enforced")
+            raise _refusal(
+                f"{keyword} is a keyword of an older draft that cannot be enforced; leave it out"
+            )
         neutral = NEUTRAL_VALUES.get(keyword, ())
         if any(type(value) is type(other) and value == other for other in neutral):
             continue

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from config.errors import UserError
-from engine.structured_output.bounds import check_pattern_size
+from engine.structured_output.bounds import check_pattern_size, with_ascii_classes
 from engine.structured_output.json_schema import prepare_schema
 
 MAX_TAGS = 256
@@ -139,7 +139,7 @@ class _Writer:
             if "\n" in pattern or not pattern:
                 raise _error("the pattern of a regex must be one line that is not empty")
             check_pattern_size(pattern, "structural_tag")
-            return f"/{_escaped(pattern)}/"
+            return f"/{_escaped(with_ascii_classes(pattern))}/"
         if kind == "tag":
             begin = self._literal(_string(part, "begin"))
             content = self._inner(part.get("content"), depth)

@@ -680,7 +680,7 @@ def _add_heartbeats(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
 
 def rejection_warning(endpoint: str) -> LimitedWarning:
     """Warning that counts the rejected connections to `endpoint`."""
-    text = f"{endpoint}: %d connections closed so far that did not present the launcher's token"
+    text = f"{endpoint}: closed connections that did not present the launcher's token, so far: %d"
     return LimitedWarning(logger, text)
 
 

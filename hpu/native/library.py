@@ -30,7 +30,8 @@ from hpu.native.pages import HugePages
 from hpu.native.panels import INT8_ROWS, INT16_ROWS, PANEL, TILE_INPUTS, kind_of, to_panels
 from hpu.quantization.quantized_weight import GROUP_SIZE, Mxfp4Weight, QuantizedWeight
 
-logger = logging.getLogger(__name__)
+# Not __name__, which is __main__ in `python -m`.
+logger = logging.getLogger("hpu.native.library")
 
 SOURCE = Path(__file__).with_name("decode.cpp")
 SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from config.errors import UserError
+from config.errors import UserError, value_text, wrong_field
 from server.anthropic.schema import CountBody, MessagesBody, is_foreign_tool, is_ignored_block
 from server.http.body_bounds import MAX_PARTS
 from server.multimodal.parts import wrong_type
 from server.openai.schema.chat import ChatBody, Message
+from server.openai.schema.open_lists import untyped
 from server.text.hidden_reasoning import hidden_reasoning
 
 _SEPARATOR = "\n"
@@ -30,7 +31,7 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
     for index, message in enumerate(body.messages):
         builder.add(message, f"messages[{index}]")
     if not body.messages or not builder.messages:
-        raise _bad("messages is empty, it must have at least 1 message")
+        raise _bad("messages is an empty list, it must have at least 1 message")
     continues = builder.close()
     fields: dict[str, Any] = {
         "model": body.model,
@@ -91,11 +92,12 @@ def _reasoning_fields(body: CountBody) -> dict[str, Any]:
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
-        raise UserError(f"{where} must be an object", param="tools")
+        raise UserError(f"{where} is {value_text(tool)}, it must be an object", param="tools")
     if tool.get("type") not in (None, "custom"):
-        raise UserError(f"{where} has a type that is no string", param="tools")
+        raise UserError(wrong_field(tool, "type", where, "a string"), param="tools")
     if not isinstance(tool.get("input_schema"), dict):
-        raise UserError(f"{where}.input_schema must be the JSON schema of an object", param="tools")
+        message = wrong_field(tool, "input_schema", where, "the JSON schema of an object")
+        raise UserError(message, param="tools")
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
@@ -118,10 +120,13 @@ class _MessageBuilder:
     def add(self, message: Any, where: str) -> None:
         """Add the next message. Raises UserError."""
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            raise _bad(f"{where} must be an object whose role is user or assistant")
+            shown = value_text(message)
+            if isinstance(message, dict):
+                shown += f" with role {value_text(message.get('role'))}"
+            raise _bad(f"{where} is {shown}, it must be an object whose role is user or assistant")
         role, content = message["role"], message.get("content")
         if not isinstance(content, (str, list)):
-            raise _bad(f"{where}.content must be a string or a list of blocks")
+            raise _bad(wrong_field(message, "content", where, "a string or a list of blocks"))
         blocks = _blocks(content, f"{where}.content")
         if role == "user":
             self._add_user(blocks)
@@ -224,13 +229,13 @@ class _MessageBuilder:
         call_id = _string(block, "tool_use_id", where)
         content = block.get("content")
         if not isinstance(content, (str, list, type(None))):
-            raise _bad(f"{where}.content must be a string or a list of blocks")
+            raise _bad(wrong_field(block, "content", where, "a string or a list of blocks"))
         parts = [
             self._result_part(part, path)
             for part, path in _blocks(content or [], f"{where}.content")
         ]
         if not isinstance(block.get("is_error"), (bool, type(None))):
-            raise _bad(f"{where}.is_error must be true or false")
+            raise _bad(wrong_field(block, "is_error", where, "true or false"))
         if block.get("is_error"):
             # Templates have no other place for the value than the text.
             parts.insert(0, {"type": "text", "text": "Error: "})
@@ -257,7 +262,7 @@ def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
     for number, block in enumerate(content):
         path = f"{where}[{number}]"
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise _bad(f"{path} must be an object with a type, such as 'text'")
+            raise _bad(untyped(block, path, "text"))
         yield block, path
 
 
@@ -271,7 +276,7 @@ def _image(block: Any, where: str) -> Part:
         media_type = _string(source, "media_type", f"{where}.source")
         url = f"data:{media_type};base64,{_string(source, 'data', f'{where}.source')}"
     else:
-        raise _bad(f"{where}.source must be an object with type 'base64' or 'url'")
+        raise _bad(wrong_field(block, "source", where, "an object with type 'base64' or 'url'"))
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -286,7 +291,7 @@ def _text(block: Any, where: str, taken: Sequence[str] = ("text",)) -> Part:
 def _string(block: Any, name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise _bad(f"{where} has no {name} that is a string")
+        raise _bad(wrong_field(block, name, where, "a string"))
     return value
 
 

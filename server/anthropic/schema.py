@@ -125,7 +125,10 @@ class CountBody(Body):
         """Raise UserError for values that contradict each other."""
         choice, thinking = self.tool_choice, self.thinking
         if choice is not None and choice.type == "tool" and choice.name is None:
-            raise UserError("tool_choice is of type tool and has no name", param="tool_choice")
+            raise UserError(
+                "tool_choice.name is missing, it must be a string with type tool",
+                param="tool_choice",
+            )
         if thinking is not None and thinking.type == "enabled":
             budget = thinking.budget_tokens
             if budget is None or budget < 1:
@@ -171,6 +174,4 @@ class MessagesBody(CountBody):
     def check(self) -> None:
         super().check()
         check_at_least(self, "max_tokens", 1)
-        if not all(self.stop_sequences or ()):
-            raise UserError("stop_sequences holds an empty string", param="stop_sequences")
         check_stops(self.stop_sequences, "stop_sequences")

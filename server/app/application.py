@@ -41,6 +41,8 @@ OPENAPI = "/openapi.json"
 PREFLIGHT_SECONDS = 600
 PATH_CHARACTERS_SHOWN = 100
 NEAR_PATH_RATIO = 0.8
+OLLAMA = "/api/"
+"""Start of the paths of Ollama's API."""
 """A path that is less alike to each route gets no nearest route."""
 
 
@@ -134,6 +136,8 @@ def _unknown_route(request: Request) -> HTTPException:
     message = f"There is no route {shown}."
     if flag := _flag(request):
         message += f" It is served with {flag}."
+    elif path.startswith(OLLAMA):
+        message += " The API of Ollama is not served: set the client to OpenAI's API at /v1."
     elif _methods(request, f"/v1{path}"):
         message += f" The API is at /v1{shown}: end the client's base URL with /v1."
     elif near := get_close_matches(shown, _paths(request), n=1, cutoff=NEAR_PATH_RATIO):

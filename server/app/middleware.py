@@ -20,6 +20,7 @@ from config.log import PROBES
 from config.native import panics_as_errors
 from server.anthropic.errors import is_messages, refusal
 from server.http.access_log import RequestRecord, attach_record, detach_record, record_of
+from server.http.auth import PAGE_FILES
 from server.http.errors import CLIENT_CLOSED, ClientGone, Fault, fault_of
 from server.http.pacing import LoopPacer
 from server.http.trusted_proxies import TrustedProxies
@@ -102,7 +103,9 @@ class RecordMiddleware:
         if record.path in config.disable_access_log_for_endpoints:
             return
         access_log = not config.disable_access_log and record.path not in PROBES
-        record.write(access_log=access_log)
+        # A browser fetches some twenty files of the page at once.
+        is_page = record.path.startswith(PAGE_FILES)
+        record.write(access_log=access_log, level=logging.DEBUG if is_page else logging.INFO)
 
 
 class AuthMiddleware:

@@ -74,6 +74,6 @@ def _lengths(text: str | None) -> tuple[int, ...]:
     words = [word.strip() for word in (text or "").split(",")] if text is not None else []
     if not all(is_count(word) for word in words):
         raise ConfigError(
-            f"lengths is {text!r}, it must be numbers with commas between, like 2000,8000"
+            f"--lengths is {text!r}, it must be numbers with commas between, like 2000,8000"
         )
     return tuple(int(word) for word in words)

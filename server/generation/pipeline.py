@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from config.errors import DeadlineExceeded, EngineDied, Overloaded, RequestFailed, UserError
+from config.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    Overloaded,
+    RequestFailed,
+    UserError,
+    value_text,
+)
 from config.fair_threads import current_client
 from config.params.lora import IMAGE
 from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
@@ -217,7 +224,10 @@ class Pipeline:
         for word in params.bad_words:
             bare = word.lstrip(" ")
             if not bare:
-                raise UserError(f"bad_words has {word!r}, it must not be blank", param="bad_words")
+                raise UserError(
+                    f"bad_words has {value_text(word)}, a word must have a visible character",
+                    param="bad_words",
+                )
             for variant in (bare, " " + bare):
                 ids = tuple(self.tokenizer.encode_now(variant, False))
                 if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:

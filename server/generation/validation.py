@@ -24,6 +24,7 @@ from config.params.token_ids import (
     num_ids,
     packed,
     token_array,
+    unknown_token,
 )
 from server.generation.outputs import Prompt
 
@@ -69,10 +70,7 @@ def with_checked_ids(params: SamplingParams, vocab_size: int) -> SamplingParams:
     for name, ids in fields:
         token_id = invalid_token(ids, vocab_size)
         if token_id is not None:
-            raise UserError(
-                f"{name} names token id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
-                param=name,
-            )
+            raise unknown_token(name, token_id, vocab_size, name)
     long = {name: packed(ids) for name, ids in lists.items() if isinstance(ids, np.ndarray)}
     return params.replace_unchecked(**long) if long else params
 
@@ -168,10 +166,7 @@ def output_limit(
         raise UserError("the prompt is empty, it must have at least 1 token", param=param)
     for token_id in (min(prompt.token_ids), max(prompt.token_ids)):
         if not 0 <= token_id < vocab_size:
-            raise UserError(
-                f"the prompt has token id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
-                param=param,
-            )
+            raise unknown_token("the prompt", token_id, vocab_size, param)
     if params.min_tokens > max_new_tokens:
         raise UserError(
             f"min_tokens is {params.min_tokens}, this server generates at most {max_new_tokens} "

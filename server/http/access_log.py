@@ -74,8 +74,9 @@ class RequestRecord:
             "end": self.finish_reasons,
         }
 
-    def write(self, *, access_log: bool) -> None:
-        """Log a line: always for a request to the engine, otherwise only with `access_log`."""
+    def write(self, *, access_log: bool, level: int = logging.INFO) -> None:
+        """Log a line: always for a request to the engine, otherwise only with `access_log`, at
+        `level`."""
         if self.model is not None:
             ttft = "-" if self.ttft_s is None else f"{self.ttft_s * 1e3:.1f}"
             logger.info(
@@ -95,7 +96,8 @@ class RequestRecord:
                 extra={"fields": self._fields()},
             )
         elif access_log:
-            logger.info(
+            logger.log(
+                level,
                 "%s %.200s id=%s status=%d ms=%.1f client=%s",
                 self.method,
                 self.path,

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from config.errors import Overloaded, UserError
+from config.errors import Overloaded, UserError, value_text
 from config.fair_threads import FairThreads
 from config.malloc import trim_memory
 from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
@@ -105,7 +105,7 @@ class BodyReader:
         finally:
             self._num_buffered_bytes -= size
         if not isinstance(decoded, dict):
-            raise UserError("the body must be a JSON object")
+            raise UserError(f"the body is {value_text(decoded)}, it must be a JSON object")
         return ReceivedBody(decoded, size, record_of(request.scope), held)
 
     def _check_size(self, size: int) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
+from config.errors import value_text
 from config.params.sampling import MAX_LISTED_BIASES, MAX_LISTED_TOKENS
 from config.whole_files import MAX_PATH_CHARACTERS
 
@@ -49,8 +50,6 @@ _DECIMAL = re.compile(r"[0-9]{1,18}(\.[0-9]{0,18})?")
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _SHOWN = 40
 _NAMES = {str: "a string", int: "an integer", float: "a number", dict: "an object"}
-_KINDS: dict[type, tuple[type, ...]] = {float: (float, int)}
-"""Exact types that are accepted: a boolean is not a number."""
 
 
 def whole(value: object) -> object:
@@ -59,45 +58,51 @@ def whole(value: object) -> object:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     if type(value) is int and not -(2**63) <= value < 2**63:
-        raise ValueError("Input should fit 64 bits")
+        raise ValueError(f"is {value_text(value)}, it must be between {-(2**63)} and {2**63 - 1}")
     return value
 
 
 def _check_length(value: list[Any] | dict[str, Any], max_length: int) -> None:
     if len(value) > max_length:
-        raise ValueError(f"it has {len(value)} entries, at most {max_length} are taken")
+        raise ValueError(f"has {len(value)} entries, at most {max_length} are taken")
 
 
 def _invalid_entry(key: object, value: object, kind: type) -> ValueError:
-    shown = f"{value!r:.{_SHOWN}}" if isinstance(value, (bool, int, float)) else "none"
-    if isinstance(value, str):
-        shown = repr(value[:_SHOWN])
-    return ValueError(f"entry {key} must be {_NAMES[kind]}, it is {shown}")
+    return ValueError(f"[{key}] is {value_text(value)}, it must be {_NAMES[kind]}")
 
 
 def _entries(kind: type, max_length: int) -> Callable[[object], object]:
-    kinds = _KINDS.get(kind, (kind,))
-
     def check(value: object) -> object:
-        if isinstance(value, list):
-            _check_length(value, max_length)
-            for index, entry in enumerate(value):
-                if type(entry) not in kinds:
-                    raise _invalid_entry(index, entry, kind)
-        elif isinstance(value, dict):
-            _check_length(value, max_length)
-            for key, entry in value.items():
-                if type(entry) not in kinds:
-                    raise _invalid_entry(repr(key[:_SHOWN]), entry, kind)
+        if not isinstance(value, list):
+            raise _not_a_list(value, kind)
+        _check_length(value, max_length)
+        for index, entry in enumerate(value):
+            if type(entry) is not kind:
+                raise _invalid_entry(index, entry, kind)
         return value
 
     return check
 
 
+def _not_a_list(value: object, kind: type) -> ValueError:
+    entries = f"{_NAMES[kind].partition(' ')[2]}s"
+    return ValueError(f"is {value_text(value)}, it must be a list of {entries}")
+
+
+def _check_biases(value: object) -> object:
+    if isinstance(value, dict):
+        _check_length(value, MAX_LISTED_BIASES)
+        for key, bias in value.items():
+            # A boolean is not a number.
+            if type(bias) not in (int, float):
+                raise _invalid_entry(repr(key[:_SHOWN]), bias, float)
+    return value
+
+
 def _integers(max_length: int) -> Callable[[object], list[int]]:
     def check(value: object) -> list[int]:
         if not isinstance(value, list):
-            raise ValueError("Input should be a valid list")
+            raise _not_a_list(value, int)
         _check_length(value, max_length)
         converted = value
         for start in range(0, len(value), IDS_AT_ONCE):
@@ -125,7 +130,10 @@ def _are_integers(values: list[Any]) -> bool:
 
 
 def _integer(index: int, entry: object) -> int:
-    entry = whole(entry)
+    try:
+        entry = whole(entry)
+    except ValueError as error:
+        raise ValueError(f"[{index}] {error}") from None
     if type(entry) is not int:
         raise _invalid_entry(index, entry, int)
     return entry
@@ -134,26 +142,25 @@ def _integer(index: int, entry: object) -> int:
 def _text(max_length: int) -> Callable[[object], object]:
     def check(value: object) -> object:
         if isinstance(value, str):
-            _check_characters(value, max_length, "it")
+            _check_characters(value, max_length)
         return value
 
     return check
 
 
-def _check_characters(text: str, max_length: int, subject: str) -> None:
+def _check_characters(text: str, max_length: int, what: str = "has") -> None:
     if len(text) > max_length:
-        raise ValueError(f"{subject} has {len(text)} characters, at most {max_length} are taken")
+        raise ValueError(f"{what} {len(text)} characters, at most {max_length} are taken")
 
 
 def _check_metadata(value: object) -> object:
     if isinstance(value, dict):
         _check_length(value, MAX_METADATA_PAIRS)
         for key, text in value.items():
-            subject = f"key {key[:_SHOWN]!r}"
-            _check_characters(key, MAX_METADATA_KEY_CHARACTERS, subject)
+            _check_characters(key, MAX_METADATA_KEY_CHARACTERS, "has a key of")
             if type(text) is not str:
                 raise _invalid_entry(repr(key[:_SHOWN]), text, str)
-            _check_characters(text, MAX_METADATA_VALUE_CHARACTERS, f"the value of {subject}")
+            _check_characters(text, MAX_METADATA_VALUE_CHARACTERS, f"[{key!r}] has")
     return value
 
 
@@ -185,7 +192,7 @@ def _check_structure(value: object, max_characters: int) -> None:
         num_values += len(container)
         if num_values > MAX_FIELD_VALUES:
             raise ValueError(
-                f"it has at least {num_values} values, at most {MAX_FIELD_VALUES} are taken"
+                f"has at least {num_values} values, at most {MAX_FIELD_VALUES} are taken"
             )
         if isinstance(container, dict):
             num_characters += sum(map(len, container))
@@ -199,7 +206,7 @@ def _check_structure(value: object, max_characters: int) -> None:
                 num_characters += entry.bit_length() // _BITS_PER_DIGIT
         if num_characters > max_characters:
             raise ValueError(
-                f"it has at least {num_characters} characters, at most {max_characters} are taken"
+                f"has at least {num_characters} characters, at most {max_characters} are taken"
             )
 
 
@@ -228,7 +235,7 @@ Documents = Annotated[
 Biases = Annotated[
     dict[str, float],
     Field(max_length=MAX_LISTED_BIASES),
-    BeforeValidator(_entries(float, MAX_LISTED_BIASES)),
+    BeforeValidator(_check_biases),
 ]
 Metadata = Annotated[
     dict[str, str], Field(max_length=MAX_METADATA_PAIRS), BeforeValidator(_check_metadata)

@@ -17,6 +17,7 @@ from config.errors import (
     Overloaded,
     RequestFailed,
     UserError,
+    value_text,
 )
 
 logger = logging.getLogger(__name__)
@@ -25,13 +26,21 @@ MAX_MESSAGE_CHARACTERS = 900
 """Limit of an error message; keeps the whole body under 1 kB."""
 MAX_PROBLEMS = 3
 CLIENT_CLOSED = 499
+_WANTED = {
+    "bool": "true or false",
+    "int": "an integer",
+    "float": "a number",
+    "finite": "a number",
+    "string": "a string",
+    "list": "a list",
+    "dict": "an object",
+    "model": "an object",
+}
+"""First word of pydantic's type of a problem -> the values that are allowed."""
 _KIND = re.compile(r"str|int|float|bool|(list|dict|function-\w+)\[.*")
-_OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")
-"""pydantic's type names, which mean nothing to clients."""
+"""Names of types in pydantic's locations, which mean nothing to clients."""
 _SHOULD = "Input should be "
 """Start of pydantic's messages about wrong values."""
-_TYPE = re.compile(r"a valid (\w+)(, .*)?")
-"""A type, and pydantic's reason, in such a message."""
 _FOLDER = re.compile(r"(?<![\w.:/])/(?:[^\s/'\":,;()]+/)+(?=[^\s/'\":,;()])")
 """The folder of an absolute path."""
 
@@ -156,25 +165,40 @@ def user_error_from(error: ValidationError) -> UserError:
 
 def user_error_from_problems(problems: Sequence[Any]) -> UserError:
     """Like `user_error_from`, from pydantic's list of problems."""
-    texts = [_problem(problem) for problem in problems[:MAX_PROBLEMS]]
+    wanted: dict[str, list[str]] = {}
+    texts: dict[str, str] = {}
+    for problem in problems:
+        name = _name(problem)
+        # A value that fits no member of a union has a problem with each of them.
+        known = wanted.setdefault(name, [])
+        texts[name] = _problem(name, problem, known)
+        if len(wanted) > MAX_PROBLEMS:
+            break
     location = problems[0]["loc"]
-    return UserError("; ".join(texts), param=str(location[0]) if location else None)
+    shown = list(texts.values())[:MAX_PROBLEMS]
+    return UserError("; ".join(shown), param=str(location[0]) if location else None)
 
 
-def _problem(problem: Any) -> str:
+def _name(problem: Any) -> str:
     steps = [str(step)[:40] for step in problem["loc"][:4]]
     # The location of a problem in a union also names the tried member type.
-    name = ".".join(step for step in steps if not _KIND.fullmatch(step)) or "the body"
+    return ".".join(step for step in steps if not _KIND.fullmatch(step)) or "the body"
+
+
+def _problem(name: str, problem: Any, known: list[str]) -> str:
+    """The text of a problem. `known`: the values that earlier problems of the field allow; the
+    values that this problem allows are added."""
     if problem["type"] == "missing":
-        return f"{name} is missing"
-    message = _OBJECT.sub("an object", problem["msg"].removeprefix("Value error, "))
-    given = problem["input"]
-    shown = f"{given!r:.40}" if isinstance(given, (bool, int, float, str)) else ""
-    if message.startswith(_SHOULD):
-        wanted = _TYPE.sub(_with_article, message.removeprefix(_SHOULD))
-        return f"{name} is {shown}, it must be {wanted}" if shown else f"{name} must be {wanted}"
-    return f"{name}: {message} (it is {shown})" if shown else f"{name}: {message}"
-
-
-def _with_article(found: re.Match[str]) -> str:
-    return f"{'an' if found[1] == 'integer' else 'a'} {found[1]}"
+        return f"{name} is missing, it must be set"
+    message = problem["msg"].removeprefix("Value error, ")
+    wanted = _WANTED.get(problem["type"].partition("_")[0], "")
+    if not wanted and message.startswith(_SHOULD):
+        wanted = message.removeprefix(_SHOULD)
+    if not wanted:
+        # A message of our own is the sentence after the name of the field.
+        return f"{name}{message}" if message.startswith("[") else f"{name} {message}"
+    if wanted not in known:
+        known.append(wanted)
+    *most, last = known
+    allowed = f"{', '.join(most)} or {last}" if most else last
+    return f"{name} is {value_text(problem['input'])}, it must be {allowed}"

@@ -171,7 +171,7 @@ async def listen(app: ASGIApp, peers: Peers, on_rejected: Callable[[], None]) ->
     path = peers.paths[peers.index]
     token = peers.token.encode()
     rejected = LimitedWarning(
-        logger, f"{path}: %d connections closed so far that did not present the launcher's token"
+        logger, f"{path}: closed connections that did not present the launcher's token, so far: %d"
     )
     unauthenticated: dict[asyncio.StreamWriter, None] = {}
 

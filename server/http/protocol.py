@@ -236,7 +236,7 @@ class HttpProtocol(HttpToolsProtocol):
             if self.deadline_s == math.inf:
                 self.deadline_s = self.loop.time() + self._limits.request_header_timeout_s
             if self._num_fed_bytes > self._limits.h11_max_incomplete_event_size:
-                self._reject(Fault(431, _too_many_bytes("headers", self._limits)))
+                self._reject(Fault(431, _too_many_bytes("head", self._num_fed_bytes, self._limits)))
         elif read_state is _ReadState.BODY:
             if not self._check_framing():
                 return
@@ -281,7 +281,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         self.url += url
         if len(self.url) > self._limits.h11_max_incomplete_event_size:
-            raise _Rejected(414, _too_many_bytes("URL", self._limits))
+            raise _Rejected(414, _too_many_bytes("URL", len(self.url), self._limits))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Replaces uvicorn's method, which is not called: this runs about 20 times per request.
@@ -304,7 +304,7 @@ class HttpProtocol(HttpToolsProtocol):
             # 4: colon, space and line end of each header.
             num_header_bytes += sum(len(name) + len(value) + 4 for name, value in self.headers)
             if num_header_bytes > self._limits.h11_max_incomplete_event_size:
-                raise _Rejected(431, _too_many_bytes("headers", self._limits))
+                raise _Rejected(431, _too_many_bytes("head", num_header_bytes, self._limits))
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _Rejected(
                 400,
@@ -574,9 +574,12 @@ def num_unread_bytes(transport: asyncio.Transport) -> int:
     return transport.get_write_buffer_size() + count[0]
 
 
-def _too_many_bytes(what: str, limits: ServerConfig) -> str:
+def _too_many_bytes(what: str, num_bytes: int, limits: ServerConfig) -> str:
     most = limits.h11_max_incomplete_event_size
-    return f"The {what} of the request exceeded {most} bytes, at most {most} are allowed."
+    return (
+        f"The request has a {what} of at least {num_bytes} bytes, at most {most} are allowed "
+        "(--h11-max-incomplete-event-size)."
+    )
 
 
 def _response(fault: Fault, default_headers: list[tuple[bytes, bytes]]) -> bytes:

@@ -64,11 +64,11 @@ def media_source(part: Mapping[str, Any], where: str, param: str = "messages") -
     if detail is not None and detail not in _DETAILS:
         raise bad(f"has detail {str(detail)[:_SHOWN]!r}, it must be one of {', '.join(_DETAILS)}")
     if uuid is not None and (not isinstance(uuid, str) or len(uuid) > MAX_UUID_CHARACTERS):
-        raise bad(f"has a uuid that is no string of up to {MAX_UUID_CHARACTERS} characters")
+        raise bad(f"has a uuid that must be a string of at most {MAX_UUID_CHARACTERS} characters")
     if not given and uuid:
         return MediaSource(where, uuid=uuid, kind=kind)
     if not isinstance(given, str) or not given:
-        raise bad(f"has type {part['type']!r} and no {fields[0]} with a url, and no uuid")
+        raise bad(f"has type {part['type']!r}, it must have an {fields[0]} with a url, or a uuid")
     return MediaSource(where, given, uuid=uuid or "", kind=kind)
 
 

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from config.errors import UserError
 from config.model.special_tokens import NAMED_TOKENS
+from config.params.token_ids import unknown_token
 from server.http.body import json_response, parse
 from server.http.openapi import ANSWERS, takes
 from server.openai.chat_request import render_watched
@@ -58,7 +59,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
         tokenizer = state.text_tokenizer("tokens")
         if len(body.tokens) > (most := max_counted_tokens(state)):
             raise UserError(
-                f"tokens has {len(body.tokens)} ids, it may have {most}", param="tokens"
+                f"tokens has {len(body.tokens)} ids, it may have at most {most}", param="tokens"
             )
         if len(body.tokens) <= INLINE_IDS:
             text = _text_of(tokenizer, body.tokens)
@@ -107,8 +108,5 @@ def _text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
     vocab_size = tokenizer.vocab_size
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
-            raise UserError(
-                f"tokens has id {token_id}, the vocabulary has 0 to {vocab_size - 1}",
-                param="tokens",
-            )
+            raise unknown_token("tokens", token_id, vocab_size, "tokens")
     return tokenizer.decode(ids, skip_special_tokens=False)

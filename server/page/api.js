@@ -2,7 +2,7 @@
 
 const KEY_NAME = "gaudiserve-key";
 export const UNREACHABLE = "The server cannot be reached. Is it still running?";
-const TOO_LONG = " Or start a new chat.";
+const TOO_LONG = " You can also start a new chat.";
 const BROKEN = "The connection ended before the answer was complete.";
 
 export class ApiError extends Error {

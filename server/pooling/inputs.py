@@ -8,6 +8,7 @@ import msgspec
 
 from config.errors import PromptTooLong, UserError
 from config.params.pooling import TOKEN_EMBED, PoolingFacts, PoolingParams
+from config.params.token_ids import unknown_token
 from engine.transport.messages import Ready
 from server.openai.schema.completions import Texts, TokenLists
 from server.pooling.pipeline import PoolingInput
@@ -209,13 +210,14 @@ class InputProcessor:
         inputs = []
         for index, ids in enumerate(lists):
             if not ids:
-                raise UserError(f"{options.item(index)} holds 0 token ids", param=options.param)
+                raise UserError(
+                    f"{options.item(index)} has 0 token ids, it must have at least 1",
+                    param=options.param,
+                )
             for token_id in (min(ids), max(ids)):
                 if not 0 <= token_id < self._vocab_size:
-                    raise UserError(
-                        f"{options.item(index)} has token id {token_id}, the vocabulary has 0 to "
-                        f"{self._vocab_size - 1}",
-                        param=options.param,
+                    raise unknown_token(
+                        options.item(index), token_id, self._vocab_size, options.param
                     )
             if len(ids) > max_tokens:
                 if options.truncate is None:

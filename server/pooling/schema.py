@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
-from config.errors import UserError
+from config.errors import UserError, value_text
 from server.http.body_bounds import Label
 from server.openai.schema.chat import ChatPromptBody
 from server.openai.schema.completions import (
@@ -77,8 +77,8 @@ class PoolingBody(Body):
             self.use_activation != self.normalize
         ):
             raise UserError(
-                f"use_activation is {self.use_activation} and normalize, its older name, is "
-                f"{self.normalize}",
+                f"use_activation is {value_text(self.use_activation)} and normalize is "
+                f"{value_text(self.normalize)}, its older name, which must be equal",
                 param="use_activation",
             )
 
@@ -124,7 +124,7 @@ class _Prompts(Body):
         for index, item in enumerate(inputs):
             if item == "":
                 where = f"input[{index}]" if self.is_listed else "input"
-                raise UserError(f"{where} is an empty string", param="input")
+                raise UserError(f"{where} is '', it must have at least 1 character", param="input")
         return inputs
 
 
@@ -224,11 +224,16 @@ class ScoreBody(PairBody):
         for first, second in self.field_pairs:
             if given in ({first}, {second}):
                 missing = second if first in given else first
-                raise UserError(f"{missing} is missing", param=missing)
+                raise UserError(
+                    f"{missing} is missing, it must be a text or a list of texts", param=missing
+                )
         if not given:
-            raise UserError("text_1 and text_2 are missing", param="text_1")
+            raise UserError(
+                "text_1 and text_2 are missing, each must be a text or a list of texts",
+                param="text_1",
+            )
         raise UserError(
-            f"{', '.join(sorted(given))} do not go together, send text_1 and text_2",
+            f"{', '.join(sorted(given))} do not go together; send text_1 and text_2",
             param=min(given),
         )
 
@@ -273,9 +278,11 @@ def texts_of(given: Any, name: str) -> list[str]:
     [text parts]}. Raises UserError with the index of an invalid text."""
     texts = given if isinstance(given, list) else [given]
     if not texts:
-        raise UserError(f"{name} is an empty list, it must hold at least 1 text", param=name)
+        raise UserError(f"{name} is an empty list, it must have at least 1 text", param=name)
     if len(texts) > MAX_INPUTS:
-        raise UserError(f"{name} has {len(texts)} texts, it may have {MAX_INPUTS}", param=name)
+        raise UserError(
+            f"{name} has {len(texts)} texts, at most {MAX_INPUTS} are taken", param=name
+        )
     return [
         _text(item, f"{name}[{index}]" if isinstance(given, list) else name, name)
         for index, item in enumerate(texts)
@@ -294,7 +301,9 @@ def _text(given: Any, where: str, name: str) -> str:
             return parts
         if isinstance(parts, list) and all(_is_text_part(part) for part in parts):
             return "".join(part["text"] for part in parts)
-    raise UserError(f"{where} must be a string, or an object with a text", param=name)
+    raise UserError(
+        f"{where} is {value_text(given)}, it must be a string, or an object with a text", param=name
+    )
 
 
 def _is_text_part(part: Any) -> bool:

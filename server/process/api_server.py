@@ -347,8 +347,11 @@ class ApiServer:
             self._checkpoint.set_exception(progress)
             return
         if progress.stage != self._stage:
+            is_first = self._stage == DownloadProgress().stage
             self._stage = progress.stage
-            logger.info("%s answers, not ready: %s", self._urls[0], progress.text)
+            # The process that downloads logs each later stage.
+            if is_first:
+                logger.info("%s answers, not ready: %s", self._urls[0], progress.text)
         self.state.stage = progress.text
         if progress.folder is not None:
             self._checkpoint.set_result(progress.folder)
@@ -612,9 +615,11 @@ class ApiServer:
     async def _drain(self) -> int:
         self.state.is_draining = True
         timeout_s = self.state.config.shutdown_timeout_s
+        num_requests = len(self.state.active_requests)
         logger.info(
-            "stopping: %d requests may finish within %g s%s",
-            len(self.state.active_requests),
+            "stopping: %d request%s may finish within %g s%s",
+            num_requests,
+            "" if num_requests == 1 else "s",
             timeout_s,
             SECOND_INTERRUPT if self._is_interrupt else "",
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from config.errors import DeadlineExceeded, UserError
+from config.errors import DeadlineExceeded, UserError, value_text
 from server.http.access_log import RequestRecord
 from server.http.body_bounds import decimal_number
 
@@ -37,7 +37,7 @@ def timeout_of(
     header = request.headers.get(HEADER)
     given = []
     if in_body is not None:
-        given.append(_checked("timeout", in_body, repr(in_body)))
+        given.append(_checked("timeout", in_body, value_text(in_body)))
     if header is not None:
         try:
             seconds = decimal_number(header)
@@ -52,6 +52,7 @@ def timeout_of(
 def _checked(name: str, seconds: float, shown: str) -> float:
     if not 0 < seconds <= MAX_TIMEOUT_S:
         raise UserError(
-            f"{name} is {shown}, it must be above 0, at most {MAX_TIMEOUT_S:g} seconds", param=name
+            f"{name} is {shown}, it must be above 0 and at most {MAX_TIMEOUT_S:g} seconds",
+            param=name,
         )
     return seconds

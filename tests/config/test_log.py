@@ -34,6 +34,14 @@ def test_role_rank_and_logger_stand_in_each_line(capsys: pytest.CaptureFixture[s
     assert line.endswith("INFO    worker 3 hpu.worker.worker: loaded 7 blocks")
 
 
+def test_the_role_stands_once_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup("server")
+
+    logging.getLogger("server.process.api_server").info("ready")
+
+    assert capsys.readouterr().err.strip().endswith("INFO    server process.api_server: ready")
+
+
 def test_a_second_setup_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup("server")
     log.setup("engine", rank=0)

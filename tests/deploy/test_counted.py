@@ -91,7 +91,7 @@ def test_errors_and_the_exit_status_of_the_command_are_passed_on() -> None:
 def test_the_steps_of_pip_are_shown_in_words(lines: str, step: str) -> None:
     counter = Counter("pip", io.StringIO())
 
-    counter.follow(io.StringIO(lines))
+    counter.follow(io.StringIO(lines), Path("nowhere"))
 
     assert counter.step == step
 
@@ -111,3 +111,19 @@ def test_a_long_line_is_cut_after_a_word() -> None:
 
     assert shorten(line, 30) == "sortedcontainers, mpmath,..."
     assert shorten(line, len(line)) == line and shorten("x" * 99, 30) == "x" * 27 + "..."
+
+
+def test_packages_are_counted_while_pip_installs_them(tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.13" / "site-packages"
+    (packages / "pip-25.dist-info").mkdir(parents=True)
+    counter = Counter("pip", out := io.StringIO())
+
+    counter.follow(io.StringIO("Installing collected packages: a, b, c\n"), tmp_path)
+    counter.show()
+    (packages / "a-1.dist-info").mkdir()
+    (packages / "b-1.dist-info").mkdir()
+    counter.show()
+
+    assert out.getvalue() == (
+        "pip, 0 s: installing 3 packages, 0 done\npip, 0 s: installing 3 packages, 2 done\n"
+    )

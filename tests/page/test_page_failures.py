@@ -57,7 +57,7 @@ def test_a_text_that_is_too_long_is_refused_in_view(
 
         ask(page, text)
 
-        refused(page, text.strip(), "Or start a new chat.", earlier=2)
+        refused(page, text.strip(), "You can also start a new chat.", earlier=2)
         expect(page.locator("#failure-text")).to_contain_text("100000 tokens")
         page.fill("#question", "Shorter")
         page.press("#question", "Enter")

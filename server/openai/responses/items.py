@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from config.errors import UserError
+from config.errors import UserError, value_text, wrong_field
 from server.http.body_bounds import MAX_MESSAGES, MAX_PARTS
 from server.multimodal.messages import IMAGE
 from server.openai.schema.chat import part_text
@@ -58,7 +58,7 @@ def read_items(given: Any, number: str, kinds: Collection[bytes] = ()) -> list[I
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
-        raise _bad("input must be a string or a list of items")
+        raise _bad(f"input is {value_text(given)}, it must be a string or a list of items")
     if len(given) > MAX_MESSAGES:
         raise _bad(f"input has {len(given)} items, at most {MAX_MESSAGES} are taken")
     taken = ("input_text", "input_image") if IMAGE in kinds else ("input_text",)
@@ -91,17 +91,17 @@ def _is_ignored_item(item: Any) -> bool:
 
 def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]) -> Item:
     if not isinstance(item, dict):
-        raise _bad(f"{where} is not an object")
+        raise _bad(f"{where} is {value_text(item)}, it must be an object")
     # Only a missing type means message; {} and "" are invalid types.
     kind = "message" if item.get("type") is None else item["type"]
     if is_reference(item):
         kind = "item_reference"
     given_id = item.get("id")
     if not isinstance(given_id, (str, type(None))):
-        raise _bad(f"{where} has an id that is not a string")
+        raise _bad(wrong_field(item, "id", where, "a string"))
     if kind == "item_reference":
         if not given_id:
-            raise _bad(f"{where} is an item_reference without an id")
+            raise _bad(wrong_field(item, "id", where, "the id of an item"))
         return {"type": kind, "id": given_id}
     if not isinstance(kind, str) or kind not in PREFIXES:
         raise _bad(
@@ -123,14 +123,13 @@ def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]
 def _message(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     role = item.get("role")
     if role not in ROLES:
-        shown = repr(role[:_SHOWN]) if isinstance(role, str) else "no role"
-        raise _bad(f"{where} has {shown}, the role must be one of {', '.join(ROLES)}")
+        raise _bad(wrong_field(item, "role", where, f"one of {', '.join(ROLES)}"))
     taken = _OURS if role == "assistant" else taken
     content = item.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise _bad(f"{where}.content must be a string or a list of parts")
+        raise _bad(wrong_field(item, "content", where, "a string or a list of parts"))
     if len(content) > MAX_PARTS:
         raise _bad(f"{where}.content has {len(content)} parts, at most {MAX_PARTS} are taken")
     parts = [
@@ -146,7 +145,7 @@ def _part(part: Any, where: str, taken: tuple[str, ...]) -> Item:
         if part.get("file_id") is not None:
             raise _bad(f"{where} has a file_id, this server keeps no files: send an image_url")
         if not isinstance(part.get("image_url"), str):
-            raise _bad(f"{where} has type 'input_image' and no image_url that is a string")
+            raise _bad(wrong_field(part, "image_url", where, "a string"))
         return {
             "type": "input_image",
             "image_url": part["image_url"],
@@ -166,7 +165,7 @@ def _call(item: Item, where: str, field: str) -> Item:
     fields = {name: item.get(name) for name in ("call_id", "name")}
     for name, value in fields.items():
         if not isinstance(value, str) or not value:
-            raise _bad(f"{where} has type {item['type']!r} and no {name}, it must be a string")
+            raise _bad(wrong_field(item, name, where, "a string that is not empty"))
     given = item.get(field)
     fields[field] = given if isinstance(given, str) else msgspec.json.encode(given).decode()
     if isinstance(item.get("namespace"), str) and item["namespace"]:
@@ -177,11 +176,11 @@ def _call(item: Item, where: str, field: str) -> Item:
 def _output(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     call_id, output = item.get("call_id"), item.get("output")
     if not isinstance(call_id, str) or not call_id:
-        raise _bad(f"{where} has type {item['type']!r} and no call_id")
+        raise _bad(wrong_field(item, "call_id", where, "a string that is not empty"))
     if isinstance(output, list):
         output = [_part(part, f"{where}.output[{i}]", taken) for i, part in enumerate(output)]
     elif not isinstance(output, str):
-        raise _bad(f"{where}.output must be a string or a list of parts")
+        raise _bad(wrong_field(item, "output", where, "a string or a list of parts"))
     return {"call_id": call_id, "output": output, "status": "completed"}
 
 
@@ -190,7 +189,7 @@ def _reasoning(item: Item, where: str) -> Item:
     for name, kind in (("summary", "summary_text"), ("content", "reasoning_text")):
         parts = [] if item.get(name) is None else item[name]
         if not isinstance(parts, list):
-            raise _bad(f"{where}.{name} must be a list of parts")
+            raise _bad(wrong_field(item, name, where, "a list of parts"))
         texts = [part.get("text") for part in parts if isinstance(part, dict)]
         fields[name] = [{"type": kind, "text": text} for text in texts if isinstance(text, str)]
     if not fields["content"] and (text := hidden_reasoning(item.get("encrypted_content"))):

@@ -197,10 +197,14 @@ class ResponseBody(GenerationBody):
         check_between(self, "top_logprobs", 0, MAX_LOGPROBS)
         if self.top_logprobs and not self.has_logprobs:
             raise UserError(
-                f"top_logprobs needs include to hold {WITH_LOGPROBS}", param="top_logprobs"
+                f"top_logprobs is {self.top_logprobs}, it must be null or 0 unless include has "
+                f"{WITH_LOGPROBS}",
+                param="top_logprobs",
             )
         if self.background and self.store is False:
-            raise UserError("background needs store to be true", param="background")
+            raise UserError(
+                "background is true and store is false, store must be true", param="background"
+            )
 
     @property
     def has_logprobs(self) -> bool:

@@ -4,8 +4,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from config.errors import UserError
-from server.openai.schema.open_lists import ignored_entries, type_of
+from config.errors import UserError, wrong_field
+from server.openai.schema.open_lists import ignored_entries, type_of, untyped
 from server.openai.schema.tools import check_function, is_foreign_tool
 
 Tool = dict[str, Any]
@@ -93,7 +93,8 @@ def allowed_tools(tools: list[Tool] | None, choice: Tool) -> tuple[list[Tool] | 
     required. `tools`: all tools of the chat. Raises UserError."""
     mode, listed = choice.get("mode"), choice.get("tools")
     if not isinstance(listed, list):
-        raise UserError("tool_choice must have tools, a list", param="tool_choice")
+        message = wrong_field(choice, "tools", "tool_choice", "a list of tools")
+        raise UserError(message, param="tool_choice")
     allowed = chat_tools(listed)
     if mode not in ("auto", "required"):
         raise UserError(
@@ -104,8 +105,8 @@ def allowed_tools(tools: list[Tool] | None, choice: Tool) -> tuple[list[Tool] | 
     known = {tool["function"]["name"] for tool in tools or ()}
     if not names or names - known:
         raise UserError(
-            f"tool_choice allows {len(names)} tools, {len(names - known)} of them are not in "
-            "tools; it must allow at least 1",
+            f"tool_choice.tools names {len(names)} functions, {len(names - known)} of them not in "
+            "tools; it must name at least 1, all of them in tools",
             param="tool_choice",
         )
     return [tool for tool in tools or () if tool["function"]["name"] in names], mode
@@ -120,11 +121,10 @@ def _functions(tools: list[Any] | None) -> Iterator[tuple[Tool, str | None, str]
         elif tool["type"] == "namespace":
             name, members = tool.get("name"), tool.get("tools")
             if not isinstance(name, str) or not name:
-                raise UserError(f"{where} has type 'namespace' and no name", param="tools")
+                message = wrong_field(tool, "name", where, "a string that is not empty")
+                raise UserError(message, param="tools")
             if not isinstance(members, list):
-                raise UserError(
-                    f"{where} has type 'namespace' and no tools, it must have a list", param="tools"
-                )
+                raise UserError(wrong_field(tool, "tools", where, "a list"), param="tools")
             for position, member in enumerate(members):
                 path = f"{where}.tools[{position}]"
                 if _checked_type(member, path) == "function":
@@ -134,7 +134,7 @@ def _functions(tools: list[Any] | None) -> Iterator[tuple[Tool, str | None, str]
 def _checked_type(tool: Any, where: str) -> str:
     kind = type_of(tool)
     if kind is None:
-        raise UserError(f"{where} has no type, it must be such as 'function'", param="tools")
+        raise UserError(untyped(tool, where, "function"), param="tools")
     return kind
 
 

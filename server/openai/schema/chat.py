@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
-from config.errors import UserError
+from config.errors import UserError, value_text, wrong_field
 from config.params.sampling import MAX_LOGPROBS
 from config.params.structured_output import GrammarSpec
 from server.http.body_bounds import (
@@ -32,7 +32,7 @@ from server.openai.schema.generation import (
     check_between,
 )
 from server.openai.schema.json_schema import NULL, OBJECT, TEXT, any_of, array, constant, record
-from server.openai.schema.open_lists import ignored_entries
+from server.openai.schema.open_lists import ignored_entries, untyped
 from server.openai.schema.structured import spec_of_schema
 from server.openai.schema.tools import (
     TOOL_CHOICE_SCHEMA,
@@ -48,7 +48,6 @@ Message = dict[str, Any]
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Text part types, and the key of the text."""
-_NAMES_SHOWN = 40
 
 _MESSAGE = record(
     {
@@ -100,7 +99,9 @@ class ChatPromptBody(Body):
         check_tools(self.tools, self.tool_choice)
         if self.chat_template is not None and not trust_template:
             raise UserError(
-                "chat_template of a request is not trusted by this server", param="chat_template"
+                "chat_template is not trusted by this server; start it with "
+                "--trust-request-chat-template, or leave chat_template out",
+                param="chat_template",
             )
         if self.continue_final_message and self.add_generation_prompt:
             raise UserError(
@@ -207,9 +208,16 @@ class ChatBody(ChatPromptBody, GenerationBody):
         check_at_least(self, "max_tokens", 1)
         check_between(self, "top_logprobs", 0, MAX_LOGPROBS)
         if self.top_logprobs is not None and not self.logprobs:
-            raise UserError("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise UserError(
+                f"top_logprobs is {self.top_logprobs}, it must be null unless logprobs is true",
+                param="top_logprobs",
+            )
         if self.modalities is not None and self.modalities != ["text"]:
-            raise UserError("modalities must be ['text']: only text is made", param="modalities")
+            raise UserError(
+                f"modalities is {self.modalities!r:.40}, it must be ['text']: only text is "
+                "generated",
+                param="modalities",
+            )
 
     @property
     def constraint(self) -> tuple[str, GrammarSpec] | None:
@@ -282,34 +290,34 @@ def check_messages(messages: list[Any], kinds: Collection[bytes] = ()) -> None:
     """Raise UserError for messages that no template could render. Text is never refused; images and
     videos are unless they are among `kinds`."""
     if not messages:
-        raise _bad("messages is empty, it must have at least 1 message")
+        raise _bad("messages is an empty list, it must have at least 1 message")
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]", kinds)
 
 
 def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
     if not isinstance(message, dict):
-        raise _bad(f"{where} is not an object")
+        raise _bad(f"{where} is {value_text(message)}, it must be an object")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise _bad(f"{where} has no role, it must be a string such as 'user'")
+        raise _bad(wrong_field(message, "role", where, "a string such as 'user'"))
     content = message.get("content")
     calls = message.get("tool_calls")
     if calls is not None:
         _check_calls(calls, f"{where}.tool_calls")
     for field in ("name", "tool_call_id"):
         if not isinstance(message.get(field), str | None):
-            raise _bad(f"{where}.{field} must be a string")
+            raise _bad(wrong_field(message, field, where, "a string"))
     if role == "tool" and message.get("tool_call_id") is None:
-        raise _bad(f"{where} has role 'tool' and no tool_call_id")
+        raise _bad(wrong_field(message, "tool_call_id", where, "the id of a call"))
     if content is None:
         if role == "assistant":
             return
-        raise _bad(f"{where} has role {role[:_NAMES_SHOWN]!r} and no content")
+        raise _bad(wrong_field(message, "content", where, "a string or a list of parts"))
     if isinstance(content, str):
         return
     if not isinstance(content, list):
-        raise _bad(f"{where}.content must be a string or a list of parts")
+        raise _bad(wrong_field(message, "content", where, "a string or a list of parts"))
     _check_many(content, f"{where}.content")
     taken = ("text", *(PART_TYPES[kind] for kind in kinds))
     for number, part in enumerate(content):
@@ -335,23 +343,24 @@ def part_text(
     types that are accepted at `where`, for the error."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
-        raise UserError(f"{where} must be an object with a type, such as {taken[0]!r}", param=param)
+        raise UserError(untyped(part, where, taken[0]), param=param)
     if kind not in TEXT_PARTS:
         raise wrong_type(kind, where, taken, param)
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
-        raise UserError(f"{where} has type {kind!r} and no {TEXT_PARTS[kind]}", param=param)
+        message = wrong_field(part, TEXT_PARTS[kind], where, "a string")
+        raise UserError(message, param=param)
     return kind, text
 
 
 def _check_calls(calls: Any, where: str) -> None:
     if not isinstance(calls, list):
-        raise _bad(f"{where} must be a list")
+        raise _bad(f"{where} is {value_text(calls)}, it must be a list")
     _check_many(calls, where)
     for number, call in enumerate(calls):
         function = call.get("function") or call.get("custom") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _bad(f"{where}[{number}] has no function with a name")
+            raise _bad(f"{where}[{number}] has no function.name, it must be a string")
 
 
 def _bad(message: str) -> UserError:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
-from config.errors import UserError
+from config.errors import UserError, value_text
 from config.params.sampling import MAX_LOGPROBS, MAX_N
 from server.openai.schema.generation import (
     UNSUPPORTED,
@@ -68,8 +68,7 @@ class CompletionBody(GenerationBody):
         num_choices = 1 if self.n is None else self.n
         if not num_choices <= self.best_of <= MAX_N:
             raise UserError(
-                f"best_of is {self.best_of}, it must be at least n, which is {num_choices}, and at "
-                f"most {MAX_N}",
+                f"best_of is {self.best_of}, it must be between {num_choices} (n) and {MAX_N}",
                 param="best_of",
             )
         if self.best_of == num_choices:
@@ -110,34 +109,37 @@ def given_prompts(given: Any, name: str, most: int) -> Texts | TokenLists:
     if isinstance(given, str):
         return [given]
     if not isinstance(given, list):
-        raise _bad(f"{name} is {_kind(given)}, it must be a string, a list of strings, a list "
-                   "of token ids, or a list of such lists", name)  # fmt: skip
+        raise _bad(f"{name} is {value_text(given)}, it must be a string, a list of strings, a "
+                   "list of token ids, or a list of such lists", name)  # fmt: skip
     if not given:
-        raise _bad(f"{name} is an empty list, it must hold at least 1 {name} or token id", name)
+        raise _bad(f"{name} is an empty list, it must have at least 1 {name} or token id", name)
     first = given[0]
     if _is_id(first):
         return [_token_ids(given, name, name)]
     if len(given) > most:
-        raise _bad(f"{name} has {len(given)} entries, it may have {most}", name)
+        raise _bad(f"{name} has {len(given)} entries, it may have at most {most}", name)
     if isinstance(first, str):
         for place, prompt in enumerate(given):
             if not isinstance(prompt, str):
-                raise _bad(f"{name} mixes a string with {_kind(prompt)} ({name}[{place}])", name)
+                raise _unlike(f"{name}[{place}]", prompt, "a string", name)
         return given
     return [_token_ids(prompt, f"{name}[{place}]", name) for place, prompt in enumerate(given)]
 
 
 def _token_ids(given: Any, where: str, name: str) -> list[int]:
     if not isinstance(given, list):
-        raise _bad(f"{name} mixes lists of token ids with {_kind(given)} ({where})", name)
+        raise _unlike(where, given, "a list of token ids", name)
     if not given:
-        raise _bad(f"{where} is an empty list of token ids", name)
-    for token_id in given:
+        raise _bad(f"{where} is an empty list, it must have at least 1 token id", name)
+    for place, token_id in enumerate(given):
         if not _is_id(token_id):
-            raise _bad(f"{where} mixes token ids with {_kind(token_id)}", name)
-        if not 0 <= token_id < 2**32:
+            raise _unlike(f"{where}[{place}]", token_id, "a token id", name)
+        # The pipeline compares smaller integers with the vocabulary.
+        if not -(2**63) <= token_id < 2**63:
             raise _bad(
-                f"{where} has token id {str(token_id)[:20]}, it is not in the vocabulary", name
+                f"{where} has token id {value_text(token_id)}, it must be between 0 and the size "
+                "of the vocabulary",
+                name,
             )
     return given
 
@@ -146,10 +148,10 @@ def _is_id(value: object) -> bool:
     return type(value) is int
 
 
-def _kind(value: object) -> str:
-    names = {str: "a string", int: "an integer", float: "a number", bool: "a boolean",
-             list: "a list", dict: "an object", type(None): "null"}  # fmt: skip
-    return names[type(value)]
+def _unlike(where: str, value: object, wanted: str, name: str) -> UserError:
+    """The error for an entry of another type than the first entry of its list."""
+    first = f"{where.rpartition('[')[0]}[0]"
+    return _bad(f"{where} is {value_text(value)}, it must be {wanted} like {first}", name)
 
 
 def _bad(message: str, name: str) -> UserError:

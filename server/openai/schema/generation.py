@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from config.errors import UserError
+from config.errors import UserError, value_text
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.params.structured_output import GrammarSpec
 from server.http.body_bounds import (
@@ -55,6 +55,8 @@ GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pen
 
 
 def _listed(value: object) -> object:
+    if not isinstance(value, (str, list)):
+        raise ValueError(f"is {value_text(value)}, it must be a string or a list of strings")
     return [value] if isinstance(value, str) else value
 
 
@@ -90,6 +92,8 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[Unsupported] = {}
+    instead: ClassVar[Mapping[str, str]] = {}
+    """Unsupported fields, and what to send in their place."""
     without_effect: ClassVar[frozenset[str]] = frozenset()
     """Fields of other servers that could not change any response of this server."""
 
@@ -139,7 +143,8 @@ class Body(BaseModel):
             value, harmless = data[name], cls.unsupported[name]
             is_harmless = any(type(value) is type(name) and value == name for name in harmless)
             if value is not None and not is_harmless:
-                raise UserError(f"{name} is not supported by this server", param=name)
+                advice = f"use {cls.instead[name]}" if name in cls.instead else "leave it out"
+                raise UserError(f"{name} is not supported by this server; {advice}", param=name)
         return data
 
 
@@ -154,6 +159,7 @@ class GenerationBody(Body):
     """Sampling and transport fields of chat and text completions."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED
+    instead: ClassVar[Mapping[str, str]] = {"functions": "tools", "function_call": "tool_choice"}
     without_effect: ClassVar[frozenset[str]] = frozenset(
         {"media_io_kwargs", "mm_processor_kwargs", "prediction", "prompt_cache_retention"}
     )
@@ -213,7 +219,10 @@ class GenerationBody(Body):
     def check(self) -> None:
         """Check fields against each other. Raises UserError."""
         if self.stream_options is not None and not self.stream:
-            raise UserError("stream_options needs stream to be true", param="stream_options")
+            raise UserError(
+                "stream_options is set and stream is not true, it must be true",
+                param="stream_options",
+            )
         check_between(self, "prompt_logprobs", 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None and self.stream:
             raise UserError(
@@ -315,25 +324,34 @@ def check_between(body: Body, name: str, least: int, most: int) -> None:
     """Raise UserError for a number outside of the range; both bounds are allowed."""
     value = getattr(body, name)
     if value is not None and not least <= value <= most:
-        raise UserError(f"{name} is {value}, it must be between {least} and {most}", param=name)
+        shown = value_text(value)
+        raise UserError(f"{name} is {shown}, it must be between {least} and {most}", param=name)
 
 
 def check_at_least(body: Body, name: str, least: int) -> None:
     """Raise UserError for a number below the minimum."""
     value = getattr(body, name)
     if value is not None and value < least:
-        raise UserError(f"{name} is {value}, it must be at least {least}", param=name)
+        raise UserError(f"{name} is {value_text(value)}, it must be at least {least}", param=name)
 
 
 def _token_id(word: str) -> int:
     if not (word.isascii() and word.isdecimal() and len(word) <= 12):
-        raise UserError(f"logit_bias has {word[:40]!r} for a token id", param="logit_bias")
+        raise UserError(
+            f"logit_bias has the key {value_text(word)}, it must be a token id, such as '50'",
+            param="logit_bias",
+        )
     return int(word)
 
 
 def check_stops(stops: list[str] | None, name: str) -> None:
-    """Raise UserError for a stop string that is too long."""
+    """Raise UserError for a stop string that is empty or too long."""
     for stop in stops or ():
+        if not stop:
+            raise UserError(
+                f"{name} has an empty string, its strings must have at least 1 character",
+                param=name,
+            )
         if len(stop) > MAX_STOP_CHARACTERS:
             raise UserError(
                 f"{name} has a string of {len(stop)} characters, at most {MAX_STOP_CHARACTERS} are "
@@ -351,15 +369,19 @@ def check_salt(salt: str | None) -> None:
             f"cache_salt has {len(salt)} characters, it must have 1 to {MAX_SALT_CHARACTERS}",
             param="cache_salt",
         )
-    if any(c in "@/\\\0" for c in salt):
-        raise UserError("cache_salt must not hold @, /, \\ or NUL", param="cache_salt")
+    strange = [c for c in salt if c in "@/\\\0"]
+    if strange:
+        raise UserError(
+            f"cache_salt has {strange[0]!r}, it must have no @, /, \\ or NUL", param="cache_salt"
+        )
 
 
 def check_request_id(request_id: str | None) -> None:
     """Raise UserError for an invalid request_id."""
     if request_id is not None and not is_header_word(request_id):
         raise UserError(
-            f"request_id must be 1 to {MAX_REQUEST_ID_CHARACTERS} visible ASCII characters",
+            f"request_id is {value_text(request_id)}, it must be 1 to {MAX_REQUEST_ID_CHARACTERS} "
+            "visible ASCII characters",
             param="request_id",
         )
 
@@ -388,7 +410,8 @@ def _check_beam_search(body: GenerationBody) -> None:
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1):
             raise UserError(
-                f"length_penalty is {body.length_penalty}, without use_beam_search it must be 1",
+                f"length_penalty is {value_text(body.length_penalty)}, it must be 1 without "
+                "use_beam_search",
                 param="length_penalty",
             )
         return

@@ -4,6 +4,8 @@ response names them as ignored."""
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from config.errors import value_text, wrong_field
+
 MAX_TYPE_CHARACTERS = 40
 
 
@@ -11,6 +13,13 @@ def type_of(entry: Any) -> str | None:
     """The type of an entry; None for an entry without a type."""
     kind = entry.get("type") if isinstance(entry, dict) else None
     return kind if isinstance(kind, str) and kind else None
+
+
+def untyped(entry: object, where: str, example: str) -> str:
+    """The message about an entry without a type."""
+    if isinstance(entry, dict):
+        return wrong_field(entry, "type", where, f"a string such as {example!r}")
+    return f"{where} is {value_text(entry)}, it must be an object with a type, such as {example!r}"
 
 
 def ignored_entries(name: str, entries: Any, is_ignored: Callable[[Any], bool]) -> Iterator[str]:

@@ -5,8 +5,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from config.errors import UserError
-from config.params.structured_output import GrammarSpec, grammar_spec
+from config.errors import UserError, wrong_field
+from config.params.structured_output import KINDS, GrammarSpec, grammar_spec
 
 MAX_SHOWN_CHARACTERS = 40
 _HINTS = ("disable_any_whitespace", "disable_fallback")
@@ -39,7 +39,8 @@ def spec_of(
         spec = grammar_spec(requested)
         if spec is None:
             raise UserError(
-                "structured_outputs sets no form, it must set one", param="structured_outputs"
+                f"structured_outputs has no grammar, it must have one of {', '.join(KINDS)}",
+                param="structured_outputs",
             )
         specs["structured_outputs"] = spec
     for name, value in others.items():
@@ -104,7 +105,7 @@ def _of_format(given: Mapping[str, Any] | None) -> GrammarSpec | None:
         return None
     if kind == "json_object":
         if given.get("schema") is not None:
-            return _spec_for(name, {"json": given["schema"]})
+            return _spec_for(f"{name}.schema", {"json": given["schema"]})
         return _spec_for(name, {"json_object": True})
     if kind == "structural_tag":
         return _spec_for(name, {"structural_tag": {k: v for k, v in given.items() if k != "type"}})
@@ -116,17 +117,18 @@ def _of_format(given: Mapping[str, Any] | None) -> GrammarSpec | None:
         )
     schema = given.get("json_schema")
     if not isinstance(schema, dict):
-        raise UserError("response_format has no json_schema that is an object", param=name)
+        raise UserError(wrong_field(given, "json_schema", name, "an object"), param=name)
+    path = f"{name}.json_schema"
     if not isinstance(schema.get("name"), str) or not schema["name"]:
-        raise UserError("json_schema has no name, it must be a string", param=name)
+        raise UserError(wrong_field(schema, "name", path, "a string"), param=name)
     if not isinstance(schema.get("schema"), (dict, bool)):
-        raise UserError("json_schema has no schema that is an object", param=name)
-    return _spec_for(name, {"json": schema["schema"]})
+        raise UserError(wrong_field(schema, "schema", path, "an object"), param=name)
+    return _spec_for(f"{path}.schema", {"json": schema["schema"]})
 
 
 def _spec_for(field: str, requested: Mapping[str, Any]) -> GrammarSpec | None:
-    """Call `grammar_spec`; errors name `field`."""
+    """Call `grammar_spec`; errors name `field`, which may be a path."""
     try:
-        return grammar_spec(requested)
+        return grammar_spec(requested, field)
     except UserError as error:
-        raise UserError(error.message, param=field) from None
+        raise UserError(error.message, param=field.partition(".")[0]) from None

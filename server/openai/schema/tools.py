@@ -1,8 +1,9 @@
 """Checks of tools and tool_choice, and the JSON schema of forced calls."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from config.errors import UserError
+from config.errors import UserError, value_text, wrong_field
 from server.openai.schema.json_schema import (
     NULL,
     OBJECT,
@@ -14,11 +15,11 @@ from server.openai.schema.json_schema import (
     record,
     words,
 )
-from server.openai.schema.open_lists import type_of
+from server.openai.schema.open_lists import type_of, untyped
 from server.parsers.tool.structural_tag import MAX_CALLS, calls_schema, object_schema
 
 MAX_TOOL_NAME_CHARACTERS = 256
-_SHOWN = 40
+_SHOWN_NAMES = 200
 _CHOICES = ("none", "auto")
 
 FUNCTION = {"name": TEXT, "description": TEXT, "parameters": OBJECT, "strict": {"type": "boolean"}}
@@ -50,7 +51,7 @@ def is_foreign_tool(tool: Any) -> bool:
 def check_tools(tools: list[Any] | None, choice: Any) -> None:
     """Raise UserError for invalid tools, and for a choice that does not match them."""
     if tools is not None and not tools:
-        raise _bad("tools is an empty list, it must be absent or hold at least 1")
+        raise _bad("tools is an empty list, it must be left out or have at least 1 tool")
     names = {
         check_function(tool, f"tools[{index}]")
         for index, tool in enumerate(tools or ())
@@ -60,14 +61,18 @@ def check_tools(tools: list[Any] | None, choice: Any) -> None:
         return
     named = name_of(choice)
     if choice != "required" and named is None:
-        shown = repr(choice[:_SHOWN]) if isinstance(choice, str) else f"a {type(choice).__name__}"
         raise _bad_choice(
-            f"tool_choice is {shown}, it must be none, auto, required or name a function"
+            f"tool_choice is {value_text(choice)}, it must be none, auto, required or an object "
+            "that names a function"
         )
     if not names:
-        raise _bad_choice("tool_choice asks for a call, and there are no tools")
+        shown = value_text(choice)
+        raise _bad_choice(f"tool_choice is {shown} and there are no tools, it must be none or auto")
     if named is not None and named not in names:
-        raise _bad_choice(f"tool_choice names {named[:_SHOWN]!r}, which is not in tools")
+        known = ", ".join(sorted(names))[:_SHOWN_NAMES]
+        raise _bad_choice(
+            f"tool_choice names {value_text(named)}, it must name one of tools: {known}"
+        )
 
 
 def name_of(choice: Any) -> str | None:
@@ -93,33 +98,37 @@ def forced_schema(tools: list[Any], choice: Any, *, is_parallel: bool) -> dict[s
 def check_function(tool: Any, where: str) -> str:
     """The name of a function. Raises UserError."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise _bad(f"{where} must be an object of type 'function'")
-    function = tool.get("function")
+        shown = untyped(tool, where, "function") if not type_of(tool) else ""
+        raise _bad(shown or f"{where} has type {type_of(tool)!r}, it must be 'function'")
+    function, path = tool.get("function"), f"{where}.function"
     if not isinstance(function, dict):
-        raise _bad(f"{where} has no function")
+        raise _bad(wrong_field(tool, "function", where, "an object"))
     name = function.get("name")
+    # vLLM accepts names with dots and blanks, too; names of MCP tools have dots.
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
-        raise _bad(f"{where}.function has no name")
+        raise _bad(wrong_field(function, "name", path, "a string of visible characters"))
     if len(name) > MAX_TOOL_NAME_CHARACTERS:
         raise _bad(
-            f"{where}.function has a name of {len(name)} characters, at most "
-            f"{MAX_TOOL_NAME_CHARACTERS} are taken"
+            f"{path}.name has {len(name)} characters, at most {MAX_TOOL_NAME_CHARACTERS} are taken"
         )
     if not isinstance(function.get("description"), (str, type(None))):
-        raise _bad(f"{where}.function.description must be a string")
-    _check_parameters(function.get("parameters"), f"{where}.function.parameters")
+        raise _bad(wrong_field(function, "description", path, "a string"))
+    _check_parameters(function, path)
     if not isinstance(function.get("strict"), (bool, type(None))):
-        raise _bad(f"{where}.function.strict must be true or false")
+        raise _bad(wrong_field(function, "strict", path, "true or false"))
     return name
 
 
-def _check_parameters(schema: Any, where: str) -> None:
+def _check_parameters(function: Mapping[str, object], where: str) -> None:
+    schema, path = function.get("parameters"), f"{where}.parameters"
     if schema is None:
         return
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise _bad(f"{where} must be the JSON schema of an object")
+    if not isinstance(schema, dict):
+        raise _bad(wrong_field(function, "parameters", where, "the JSON schema of an object"))
+    if schema.get("type", "object") != "object":
+        raise _bad(wrong_field(schema, "type", path, "'object'"))
     if not isinstance(schema.get("properties", {}), dict):
-        raise _bad(f"{where}.properties must be an object")
+        raise _bad(wrong_field(schema, "properties", path, "an object"))
 
 
 def _bad(message: str) -> UserError:

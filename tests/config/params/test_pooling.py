@@ -11,7 +11,7 @@ from config.params.pooling import PoolingParams
     [
         ({"task": "rank"}, "task", "'rank'"),
         ({"task": "embed", "dimensions": 0}, "dimensions", "0, it must be at least 1"),
-        ({"task": "embed", "dimensions": True}, "dimensions", "True"),
+        ({"task": "embed", "dimensions": True}, "dimensions", "true"),
         ({"task": "classify", "dimensions": 4}, "dimensions", "classify gives no vector"),
         ({"task": "score", "num_first": -1}, "num_first", "-1, it must be at least 0"),
     ],

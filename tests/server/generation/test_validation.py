@@ -86,7 +86,7 @@ def test_long_lists_become_bytes_once_they_are_checked(name: str) -> None:
     )
     for wrong in (-1, 2000, 2**32 + 5, -(2**70), 2**70):
         params = SamplingParams(**{name: (*range(2000), wrong)})
-        with pytest.raises(UserError, match=f"names token id {wrong}, the vocabulary has 0 to"):
+        with pytest.raises(UserError, match=f"has token id {wrong}, it must be between 0 and"):
             with_checked_ids(params, 2000)
 
 

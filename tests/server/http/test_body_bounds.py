@@ -28,10 +28,10 @@ MINIMAL: dict[Any, dict[str, Any]] = {
 }
 PAIRS = {f"k{n}": "v" for n in range(17)}
 NUMBERED: list[tuple[str, Any, Any, str]] = [
-    ("metadata", dict(list(PAIRS.items())[:16]), PAIRS, "it has 17 entries, at most 16 are taken"),
+    ("metadata", dict(list(PAIRS.items())[:16]), PAIRS, "has 17 entries, at most 16 are taken"),
     ("metadata", {"k" * 64: "v"}, {"k" * 65: "v"}, "65 characters, at most 64 are taken"),
     ("metadata", {"k": "v" * 512}, {"k": "v" * 513}, "513 characters, at most 512 are taken"),
-    ("metadata", {"k": ""}, {"k": 5}, "entry 'k' must be a string, it is 5"),
+    ("metadata", {"k": ""}, {"k": 5}, r"metadata\['k'\] is 5, it must be a string"),
     ("safety_identifier", "x" * 64, "x" * 65, "65 characters, at most 64 are taken"),
     *(
         (name, "x" * 512, "x" * 10**6, "1000000 characters, at most 512 are taken")
@@ -69,7 +69,7 @@ def test_the_end_user_of_a_message_has_the_limit_of_the_messages_api() -> None:
     fields = MINIMAL[MessagesBody]
 
     taken = validate_fields(MessagesBody, {**fields, "metadata": {"user_id": "u" * 256}})
-    with pytest.raises(UserError, match=r"metadata.user_id: it has 257 characters, at most 256"):
+    with pytest.raises(UserError, match=r"metadata.user_id has 257 characters, at most 256"):
         validate_fields(MessagesBody, {**fields, "metadata": {"user_id": "u" * 257}})
 
     assert taken.metadata is not None
@@ -140,6 +140,6 @@ async def test_the_choice_of_a_response_with_other_keys_is_bounded() -> None:
 
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == (
-        f"tool_choice: it has at least {MAX_FIELD_VALUES + 4} values, at most {MAX_FIELD_VALUES} "
+        f"tool_choice has at least {MAX_FIELD_VALUES + 4} values, at most {MAX_FIELD_VALUES} "
         "are taken"
     )

@@ -389,6 +389,16 @@ async def test_a_path_unlike_all_routes_gets_no_nearest_route() -> None:
         assert message == "There is no route /v1/fine_tuning/jobs."
 
 
+async def test_a_client_of_ollama_is_told_of_the_api_that_is_served() -> None:
+    async with in_memory() as rig:
+        message = check(await rig.post("/api/chat", {}), 404)
+
+        assert message == (
+            "There is no route /api/chat. The API of Ollama is not served: set the client to "
+            "OpenAI's API at /v1."
+        )
+
+
 async def test_a_prompt_that_is_too_long_has_the_words_clients_match_on() -> None:
     async with in_memory(TalkingClient(max_model_len=50)) as rig:
         long = check(

@@ -120,7 +120,7 @@ async def test_a_long_path_is_refused_before_it_is_resolved(client: httpx.AsyncC
 
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(
-        "lora_path: it has 10000 characters, at most 4096 are taken"
+        "lora_path has 10000 characters, at most 4096 are taken"
     )
 
 

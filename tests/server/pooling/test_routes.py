@@ -187,10 +187,10 @@ async def test_documents_come_best_first(path: str) -> None:
 BAD = [
     ("/v1/embeddings", {}, "input", "input is missing"),
     ("/v1/embeddings", {"input": []}, "input", "empty list"),
-    ("/v1/embeddings", {"input": ["a", ""]}, "input", "input[1] is an empty string"),
-    ("/v1/embeddings", {"input": ["a", 1]}, "input", "(input[1])"),
+    ("/v1/embeddings", {"input": ["a", ""]}, "input", "input[1] is '', it must"),
+    ("/v1/embeddings", {"input": ["a", 1]}, "input", "input[1] is 1, it must be a string"),
     ("/v1/embeddings", {"input": [[1], [10**6]]}, "input", "input[1] has token id 1000000"),
-    ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "2049 entries, it may have 2048"),
+    ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "2049 entries, it may have at most 2048"),
     ("/v1/embeddings", {"input": ["a", "b" * 65]}, "input", "context length is 64 tokens"),
     ("/v1/embeddings", {"input": "a", "messages": CHAT}, "input", "cannot both"),
     ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "'base64'"),
