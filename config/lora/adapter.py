@@ -187,9 +187,9 @@ def _opened(
 def _opened_gguf(folder: AdapterFolder, base: BaseModules, max_rank: int) -> Opened:
     """An adapter in a GGUF file."""
     file = folder.name
-    with folder.open_file(MAX_FILE_BYTES) as stored:
-        pairs, content = read_gguf_adapter(stored, base, max_rank)
-    del stored
+    with folder.open_file(MAX_FILE_BYTES) as part:
+        pairs, content = read_gguf_adapter(part, base, max_rank)
+    del part
     with written(pairs) as opened:
         weights = OpenWeights(opened, file, 2 * len(pairs))
         stored = {tensor.name: tensor for tensor in weights.tensors}

@@ -89,11 +89,11 @@ def _read_tensors(stored: PartialFile, head: Array, opened: GgufFile) -> bytes:
     """Read the tensors that are not in `head`, the begin of the file; returns the hash."""
     tensors = sorted(opened.tensors.values(), key=lambda tensor: tensor.offset)
     digest = sha256(len(stored.data).to_bytes(8, "little"))
-    digest.update(head[: tensors[0].offset])
+    digest.update(head[: tensors[0].offset].data)
     for tensor in tensors:
         end = tensor.offset + tensor.n_bytes
         stored.read(max(tensor.offset, len(head)), end)
-        digest.update(stored.data[tensor.offset : end])
+        digest.update(stored.data[tensor.offset : end].data)
     return digest.digest()
 
 
