@@ -1,11 +1,12 @@
 """Request bodies of the pooling routes: embeddings, classes, scores."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError
-from server.http.body_bounds import Label
+from server.http.body_bounds import Label, Strings
 from server.openai.schema.chat import ChatPromptBody
 from server.openai.schema.completions import (
     Texts,
@@ -17,6 +18,8 @@ from server.openai.schema.completions import (
 from server.openai.schema.generation import Body, Integer, Unsupported, check_request_id, check_salt
 
 MAX_INPUTS = 2048
+MAX_TYPES = 16
+"""Maximum entries of `embedding_types`."""
 MANY_IDS = 10_000
 """Maximum token ids that are checked on the event loop, about a millisecond."""
 
@@ -39,19 +42,34 @@ _TEXT = {
 }
 _TEXTS = {"anyOf": [*_TEXT["anyOf"], {"type": "array", "items": _TEXT, "maxItems": MAX_INPUTS}]}
 
+EmbeddingType = Literal["float", "binary", "ubinary", "base64"]
 Task = Literal["embed", "token_embed", "classify", "score"]
 TextField = Annotated[Any, WithJsonSchema(_TEXT)]
 TextsField = Annotated[Any, WithJsonSchema(_TEXTS)]
 OptionalTexts = Annotated[Any, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]})]
 
 
-class PoolingBody(Body):
-    """Fields of all pooling requests."""
-
-    unsupported: ClassVar[Unsupported] = UNSUPPORTED
+class EngineBody(Body):
+    """Fields of all requests to a pooling model."""
 
     model: str | None = Field(None, description="A served name; default: the first one.")
     user: Label | None = None
+    priority: Integer | None = None
+    timeout: float | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+
+    def check(self) -> None:
+        """Check fields that depend on each other. Raises UserError."""
+        check_salt(self.cache_salt)
+        check_request_id(self.request_id)
+
+
+class PoolingBody(EngineBody):
+    """Fields of all pooling requests of vLLM's form."""
+
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED
+
     truncate_prompt_tokens: Integer | None = Field(
         None, description="Maximum tokens of an input, which is cut; -1: the model's."
     )
@@ -64,15 +82,9 @@ class PoolingBody(Body):
         "the model's default.",
     )
     normalize: bool | None = Field(None, description="An older name of use_activation.")
-    priority: Integer | None = None
-    timeout: float | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
 
     def check(self) -> None:
-        """Check fields that depend on each other. Raises UserError."""
-        check_salt(self.cache_salt)
-        check_request_id(self.request_id)
+        super().check()
         if None not in (self.use_activation, self.normalize) and (
             self.use_activation != self.normalize
         ):
@@ -147,6 +159,64 @@ class EmbeddingBody(_Prompts, _Encoded, PoolingBody):
 
 class EmbeddingChatBody(_Conversation, _Encoded, PoolingBody):
     """A conversation to embed."""
+
+
+class CohereEmbedBody(EngineBody):
+    """Texts to embed, in the form of Cohere's API."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"texts": ["Hello!", "Good day!"]}})
+
+    texts: Strings | None = Field(None, description="The texts to embed.")
+    inputs: list[Any] | None = Field(
+        None,
+        max_length=MAX_INPUTS,
+        description="In place of texts: objects whose content is a list of text parts.",
+    )
+    images: list[Any] | None = Field(None, description="Refused: vectors are made of text only.")
+    input_type: Label | None = Field(
+        None, description="Name of the model's prompt to put before each text; null: its default."
+    )
+    embedding_types: list[EmbeddingType] | None = Field(
+        None, max_length=MAX_TYPES, description="Types of the vectors; default float."
+    )
+    output_dimension: Integer | None = Field(None, description="As dimensions of /v1/embeddings.")
+    truncate: Literal["NONE", "START", "END"] | None = Field(
+        None, description="The side of a long input that is cut off; NONE: a 400. Default END."
+    )
+    max_tokens: Integer | None = Field(
+        None, description="Maximum tokens of an input; null: the model's."
+    )
+
+    @property
+    def source(self) -> str:
+        """Name of the field with the inputs."""
+        return "texts" if self.inputs is None else "inputs"
+
+    @property
+    def types(self) -> Sequence[str]:
+        """Types of the vectors, each listed once."""
+        return list(dict.fromkeys(self.embedding_types or ("float",)))
+
+    def check(self) -> None:
+        super().check()
+        if self.images is not None:
+            raise UserError("images cannot be embedded, send texts", param="images")
+        if self.texts is not None and self.inputs is not None:
+            raise UserError("texts and inputs cannot both be given", param="inputs")
+        if self.texts is None and self.inputs is None:
+            raise UserError("texts is missing", param="texts")
+        for name in ("max_tokens", "output_dimension"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}, it must be at least 1", param=name)
+
+    def embedded_texts(self) -> list[str]:
+        """The texts, at least 1 and none empty. Raises UserError."""
+        texts = texts_of(self.texts if self.inputs is None else self.inputs, self.source)
+        if "" in texts:
+            where = f"{self.source}[{texts.index('')}]"
+            raise UserError(f"{where} is an empty string", param=self.source)
+        return texts
 
 
 class PoolBody(EmbeddingBody):
