@@ -104,7 +104,7 @@ def pooling_routes(state: AppState) -> APIRouter:
             },
             "response_type": "embeddings_by_type",
         }
-        if body.texts is not None:
+        if body.source == "texts":
             answer["texts"] = body.texts
         return json_response(answer)
 
@@ -270,9 +270,9 @@ async def _cohere_inputs(
     facts = processor.facts
     params = PoolingParams(task=EMBED, dimensions=body.output_dimension)
     processor.check(params, "model", size_param="output_dimension")
-    if body.input_type is not None and body.input_type not in facts.prompts:
+    if body.input_type not in (None, *facts.prompts):
         raise UserError(
-            f"Unsupported input_type {body.input_type[:80]!r}, this model has "
+            f"Unsupported input_type {str(body.input_type)[:80]!r}, this model has "
             f"{processor.prompt_names()}",
             param="input_type",
         )

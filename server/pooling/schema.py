@@ -188,9 +188,14 @@ class CohereEmbedBody(EngineBody):
     )
 
     @property
+    def given(self) -> list[str]:
+        """Names of the fields with inputs that are set."""
+        return [n for n in ("texts", "inputs", "images") if isinstance(getattr(self, n), list)]
+
+    @property
     def source(self) -> str:
-        """Name of the field with the inputs."""
-        return "texts" if self.inputs is None else "inputs"
+        """Name of the field with the inputs, after `check`."""
+        return self.given[0]
 
     @property
     def types(self) -> Sequence[str]:
@@ -199,20 +204,20 @@ class CohereEmbedBody(EngineBody):
 
     def check(self) -> None:
         super().check()
-        if self.images is not None:
+        if "images" in self.given:
             raise UserError("images cannot be embedded, send texts", param="images")
-        if self.texts is not None and self.inputs is not None:
-            raise UserError("texts and inputs cannot both be given", param="inputs")
-        if self.texts is None and self.inputs is None:
+        if not self.given:
             raise UserError("texts is missing", param="texts")
+        if len(self.given) > 1:
+            raise UserError("texts and inputs cannot both be given", param="inputs")
         for name in ("max_tokens", "output_dimension"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise UserError(f"{name} is {value}, it must be at least 1", param=name)
 
     def embedded_texts(self) -> list[str]:
         """The texts, at least 1 and none empty. Raises UserError."""
-        texts = texts_of(self.texts if self.inputs is None else self.inputs, self.source)
+        texts = texts_of(getattr(self, self.source), self.source)
         if "" in texts:
             where = f"{self.source}[{texts.index('')}]"
             raise UserError(f"{where} is an empty string", param=self.source)
