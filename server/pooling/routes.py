@@ -25,7 +25,14 @@ from server.pooling.inputs import (
     make_input_processor,
     not_a_pooling_model,
 )
-from server.pooling.pipeline import PoolingInput, PoolingStream, Vectors
+from server.pooling.pipeline import (
+    BINARY_TYPES,
+    PoolingInput,
+    PoolingStream,
+    Vectors,
+    encode_vectors,
+    typed_embeddings,
+)
 from server.pooling.schema import (
     ClassifyBody,
     ClassifyChatBody,
@@ -39,7 +46,6 @@ from server.pooling.schema import (
     ScoreBody,
 )
 from server.pooling.scores import TextPairs, pair_inputs, pair_scores
-from server.pooling.vector_encoding import BINARY_TYPES, encode_vectors, typed_embeddings
 from server.serving.job import RunningRequest, request_id_of, run_to_end, start_tracked
 from server.serving.state import AppState
 
@@ -95,7 +101,7 @@ def pooling_routes(state: AppState) -> APIRouter:
             state, request, body, "embd-", inputs, partial(typed_embeddings, body.types)
         )
         tokens = job.usage()["prompt_tokens"]
-        answer: dict[str, Any] = {
+        answer: dict[str, object] = {
             "id": job.id,
             "embeddings": embeddings,
             "meta": {

@@ -167,12 +167,12 @@ class CohereEmbedBody(EngineBody):
     model_config = ConfigDict(json_schema_extra={"example": {"texts": ["Hello!", "Good day!"]}})
 
     texts: Strings | None = Field(None, description="The texts to embed.")
-    inputs: list[Any] | None = Field(
+    inputs: list[dict[str, object]] | None = Field(
         None,
         max_length=MAX_INPUTS,
         description="In place of texts: objects whose content is a list of text parts.",
     )
-    images: list[Any] | None = Field(None, description="Refused: vectors are made of text only.")
+    images: list[object] | None = Field(None, description="Refused: vectors are made of text only.")
     input_type: Label | None = Field(
         None, description="Name of the model's prompt to put before each text; null: its default."
     )
@@ -341,7 +341,7 @@ class RerankBody(PairBody):
         return texts_of(self.query, "query"), texts_of(self.documents, "documents")
 
 
-def texts_of(given: Any, name: str) -> list[str]:
+def texts_of(given: object, name: str) -> list[str]:
     """List of texts from a text or a list of texts, each a string, {"text": ...} or {"content":
     [text parts]}. Raises UserError with the index of an invalid text."""
     texts = given if isinstance(given, list) else [given]
@@ -355,7 +355,7 @@ def texts_of(given: Any, name: str) -> list[str]:
     ]
 
 
-def _text(given: Any, where: str, name: str) -> str:
+def _text(given: object, where: str, name: str) -> str:
     if isinstance(given, str):
         return given
     if isinstance(given, dict):
@@ -370,7 +370,7 @@ def _text(given: Any, where: str, name: str) -> str:
     raise UserError(f"{where} must be a string, or an object with a text", param=name)
 
 
-def _is_text_part(part: Any) -> bool:
+def _is_text_part(part: object) -> bool:
     return (
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
     )

@@ -9,7 +9,7 @@ from http_rig import VOCAB_SIZE, Rig, ids, in_memory
 from pooling_client import EMBEDDER, PoolingClient, pooled
 
 from config.params.pooling import PoolingFacts, PoolingParams
-from server.pooling.vector_encoding import typed_embeddings
+from server.pooling.pipeline import typed_embeddings
 
 EMBED = PoolingParams(task="embed")
 PROMPTED = PoolingFacts(
