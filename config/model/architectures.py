@@ -1,5 +1,6 @@
 """Registry of decoder architectures, collected from config/model/families/. Imports no torch."""
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 
@@ -30,6 +31,8 @@ from config.model.multimodal.text_part import WHOLE_MODELS
 
 NEAR_NAME_RATIO = 0.85
 """A name that is less alike is not near: half of most names is ForCausalLM."""
+
+_SPEECH = re.compile("Whisper|ASR|Speech|Transcri")
 
 ARCHITECTURES: Mapping[str, Family] = {
     **dense.FAMILIES,
@@ -73,6 +76,8 @@ def decoder_spec(config: ModelConfig, *, has_head: bool = True) -> DecoderSpec:
 def nearest(architecture: str) -> str:
     """Served architectures with similar names, for error messages; without a similar name, the
     page that lists all architectures."""
+    if _SPEECH.search(architecture):
+        return "speech is not served"
     near = get_close_matches(
         architecture, [*ARCHITECTURES, *WHOLE_MODELS], n=3, cutoff=NEAR_NAME_RATIO
     )

@@ -1,5 +1,6 @@
 """ASGI application of an AppState: FastAPI's routes and errors inside this server's middleware."""
 
+import re
 from difflib import get_close_matches
 
 from fastapi import APIRouter
@@ -41,9 +42,19 @@ OPENAPI = "/openapi.json"
 PREFLIGHT_SECONDS = 600
 PATH_CHARACTERS_SHOWN = 100
 NEAR_PATH_RATIO = 0.8
+"""A path that is less alike to each route gets no nearest route."""
 OLLAMA = "/api/"
 """Start of the paths of Ollama's API."""
-"""A path that is less alike to each route gets no nearest route."""
+NOT_SERVED = (
+    (re.compile(r"/v1/(audio/|realtime)"), "Audio is not served."),
+    (
+        re.compile("/inference/v1/generate"),
+        "/v1/completions takes token ids as its prompt, and returns them with return_token_ids.",
+    ),
+    (re.compile(".*/render$"), "/tokenize gives the token ids of a prompt."),
+    (re.compile(".*/derender$"), "/detokenize gives the text of token ids."),
+)
+"""Paths of vLLM's routes that do not exist, and what to use instead."""
 
 
 def create_app(state: AppState) -> ASGIApp:
@@ -129,8 +140,8 @@ def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
 
 
 def _unknown_route(request: Request) -> HTTPException:
-    """404 for an unknown path. It names the flag that enables the route, the route if only `/v1` is
-    missing, or the route with the nearest path."""
+    """404 for an unknown path. It names the flag that enables the route, what serves in place of a
+    route of vLLM, the route if only `/v1` is missing, or the route with the nearest path."""
     path = request.scope["path"]
     shown = path[:PATH_CHARACTERS_SHOWN]
     message = f"There is no route {shown}."
@@ -138,6 +149,8 @@ def _unknown_route(request: Request) -> HTTPException:
         message += f" It is served with {flag}."
     elif path.startswith(OLLAMA):
         message += " The API of Ollama is not served: set the client to OpenAI's API at /v1."
+    elif instead := [text for pattern, text in NOT_SERVED if pattern.match(path)]:
+        message += f" {instead[0]}"
     elif _methods(request, f"/v1{path}"):
         message += f" The API is at /v1{shown}: end the client's base URL with /v1."
     elif near := get_close_matches(shown, _paths(request), n=1, cutoff=NEAR_PATH_RATIO):

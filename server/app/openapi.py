@@ -17,6 +17,7 @@ from server.openai.schema.tokenize import DetokenizeBody, TokenizeChatBody, Toke
 from server.pooling.schema import (
     ClassifyBody,
     ClassifyChatBody,
+    CohereEmbedBody,
     EmbeddingBody,
     EmbeddingChatBody,
     PoolBody,
@@ -27,7 +28,7 @@ from server.pooling.schema import (
 
 _POOLING = (
     *(EmbeddingBody, EmbeddingChatBody, PoolBody, PoolChatBody, ClassifyBody, ClassifyChatBody),
-    *(ScoreBody, RerankBody),
+    *(CohereEmbedBody, ScoreBody, RerankBody),
 )
 _TOKENIZATION = (TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
 _ADAPTERS = (LoadAdapterBody, UnloadAdapterBody)

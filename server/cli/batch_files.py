@@ -20,7 +20,7 @@ from server.cli.http_client import Answer
 PREFIX = "batch_req_"
 _BEGINNING = f'{{"id":"{PREFIX}'.encode()
 """First bytes of an answer line."""
-POOLING_PATHS = ("/score", "/rerank", "/v2/rerank", "/classify", "/pooling")
+POOLING_PATHS = ("/score", "/rerank", "/v2/rerank", "/v2/embed", "/classify", "/pooling")
 """Paths outside of /v1/ that a batch may use."""
 MAX_LINE_BYTES = 64 * 2**20
 """Maximum length of an input line, the default of --max-body-bytes."""

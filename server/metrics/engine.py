@@ -236,10 +236,16 @@ class _EngineMetrics:
         yield self._gauge("vllm:gpu_cache_usage_perc", text, usage)
         ready = self._engine.ready
         if ready is not None:
+            num_tokens = ready.num_blocks * ready.block_size
             yield self._info(
                 "vllm:cache_config_info",
                 "The paged KV cache.",
-                {"block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks)},
+                {
+                    "block_size": str(ready.block_size),
+                    "num_gpu_blocks": str(ready.num_blocks),
+                    "kv_cache_size_tokens": str(num_tokens),
+                    "kv_cache_max_concurrency": str(num_tokens / ready.max_model_len),
+                },
             )
 
     def _offload(self, counts: Mapping[str, int]) -> Iterator[Metric]:

@@ -85,9 +85,11 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
-    def check(self, params: PoolingParams, param: str = "task") -> None:
-        """Raise UserError for a task (from the field `param`) or a vector size that the model does
-        not support."""
+    def check(
+        self, params: PoolingParams, param: str = "task", *, size_param: str = "dimensions"
+    ) -> None:
+        """Raise UserError for a task (from the field `param`) or a vector size (from the field
+        `size_param`) that the model does not support."""
         facts = self.facts
         if params.task not in facts.tasks:
             raise UserError(
@@ -101,19 +103,19 @@ class InputProcessor:
                 f"one of {', '.join(map(str, facts.dimensions))}" if facts.dimensions else "absent"
             )
             raise UserError(
-                f"dimensions is {params.dimensions}, this model has {self._width(params)}: it must "
-                f"be {allowed}",
-                param="dimensions",
+                f"{size_param} is {params.dimensions}, this model has {self._width(params)}: it "
+                f"must be {allowed}",
+                param=size_param,
             )
         if params.dimensions > self._width(params):
             raise UserError(
-                f"dimensions is {params.dimensions}, it must be at most {self._width(params)}",
-                param="dimensions",
+                f"{size_param} is {params.dimensions}, it must be at most {self._width(params)}",
+                param=size_param,
             )
 
-    def check_size(self, inputs: Sequence[PoolingInput]) -> None:
-        """Raise UserError if the results of `inputs`, all with the same task, have more than
-        MAX_NUMBERS numbers."""
+    def check_size(self, inputs: Sequence[PoolingInput], param: str = "input") -> None:
+        """Raise UserError, for the field `param`, if the results of `inputs`, all with the same
+        task, have more than MAX_NUMBERS numbers."""
         params = inputs[0].params
         rows = len(inputs)
         if params.task == TOKEN_EMBED:
@@ -123,7 +125,7 @@ class InputProcessor:
             raise UserError(
                 f"the answer would have {count} numbers, at most {MAX_NUMBERS} may be asked for at "
                 "once: send fewer or shorter inputs",
-                param="input",
+                param=param,
             )
 
     async def texts(self, texts: Sequence[Text], options: InputOptions) -> list[PoolingInput]:
@@ -241,6 +243,10 @@ class InputProcessor:
             )
         return truncate
 
+    def prompt_names(self) -> str:
+        """Names of the model's prompts, for errors."""
+        return ", ".join(list(self.facts.prompts)[:_NAMES_SHOWN]) or "no prompts"
+
     def _too_long(self, error: TooManyTokens, options: InputOptions) -> PromptTooLong:
         return PromptTooLong(
             error.count,
@@ -256,9 +262,9 @@ class InputProcessor:
         if name is None:
             return ""
         if name not in self.facts.prompts:
-            known = ", ".join(list(self.facts.prompts)[:_NAMES_SHOWN]) or "no prompts"
             raise UserError(
-                f"prompt_name is {name[:80]!r}, this model has {known}", param="prompt_name"
+                f"prompt_name is {name[:80]!r}, this model has {self.prompt_names()}",
+                param="prompt_name",
             )
         return self.facts.prompts[name]
 

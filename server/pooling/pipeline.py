@@ -1,8 +1,12 @@
-"""Run the inputs of a pooling request in the engine, a bounded number at a time."""
+"""Run the inputs of a pooling request in the engine, a bounded number at a time, and encode their
+vectors as JSON numbers, base64 or packed bits."""
 
+import base64
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -17,6 +21,10 @@ from server.generation.pipeline import check_finish
 
 Vectors = npt.NDArray[np.float32]
 """float32 (rows, width): a row per input, or a row per token."""
+Encoded = msgspec.Raw | str | list[int]
+"""JSON numbers, base64 or packed bits."""
+BINARY_TYPES = ("binary", "ubinary")
+"""Embedding types that pack the signs of 8 numbers into 1; the first number has the highest bit."""
 
 MAX_CONCURRENT_INPUTS = 256
 """Maximum inputs of a request in the engine at a time: enough to keep the engine busy without
@@ -176,3 +184,29 @@ class PoolingStream:
         if finish is not None:
             self.timing.queue_s = max(self.timing.queue_s, finish.queue_s)
             self.timing.prefill_s = max(self.timing.prefill_s, finish.prefill_s)
+
+
+def encode_vectors(vectors: Vectors, encoding_format: str | None) -> msgspec.Raw | str:
+    """(width,) as a JSON list, (rows, width) as a list of lists; base64: all numbers as
+    little-endian float32 in one string."""
+    if encoding_format == "base64":
+        return base64.b64encode(vectors.astype("<f4").tobytes()).decode()
+    # Encoded one result at a time, so that other threads can take the GIL in between.
+    return msgspec.Raw(msgspec.json.encode(vectors.tolist()))
+
+
+def typed_embeddings(types: Sequence[str], vectors: Sequence[Vectors]) -> dict[str, list[Encoded]]:
+    """The first row of each entry of `vectors`, in each of the `types` of Cohere's API."""
+    return {name: [_encoder(name)(rows[0]) for rows in vectors] for name in types}
+
+
+def _encoder(name: str) -> Callable[[Vectors], Encoded]:
+    if name == "ubinary":
+        return _packed_signs
+    if name == "binary":
+        return lambda vector: [number - 128 for number in _packed_signs(vector)]
+    return lambda vector: encode_vectors(vector, name)
+
+
+def _packed_signs(vector: Vectors) -> list[int]:
+    return [int(number) for number in np.packbits(vector >= 0)]

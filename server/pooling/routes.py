@@ -1,15 +1,13 @@
-"""POST /v1/embeddings, /pooling, /classify, /score and /rerank, for texts, token ids, conversations
-and pairs of texts."""
+"""POST /v1/embeddings, /v2/embed, /pooling, /classify, /score and /rerank, for texts, token ids,
+conversations and pairs of texts."""
 
 import asyncio
-import base64
 import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,15 +25,23 @@ from server.pooling.inputs import (
     make_input_processor,
     not_a_pooling_model,
 )
-from server.pooling.pipeline import PoolingInput, PoolingStream, Vectors
+from server.pooling.pipeline import (
+    BINARY_TYPES,
+    PoolingInput,
+    PoolingStream,
+    Vectors,
+    encode_vectors,
+    typed_embeddings,
+)
 from server.pooling.schema import (
     ClassifyBody,
     ClassifyChatBody,
+    CohereEmbedBody,
     EmbeddingBody,
     EmbeddingChatBody,
+    EngineBody,
     PoolBody,
     PoolChatBody,
-    PoolingBody,
     RerankBody,
     ScoreBody,
 )
@@ -48,8 +54,9 @@ TASK_PREFERENCE = (EMBED, CLASSIFY, SCORE, TOKEN_EMBED)
 MAX_INLINE_NUMBERS = 20_000
 """Numbers of vectors that are encoded on the event loop: about a millisecond."""
 
-B = TypeVar("B", bound=PoolingBody)
-Chat = TypeVar("Chat", bound=PoolingBody)
+B = TypeVar("B", bound=EngineBody)
+Chat = TypeVar("Chat", bound=EngineBody)
+R = TypeVar("R")
 Entries = list[dict[str, Any]]
 
 
@@ -86,6 +93,26 @@ def pooling_routes(state: AppState) -> APIRouter:
         entries = partial(_vector_entries, "embedding", "embedding", body.encoding_format)
         job, data = await _run(state, request, body, "embd-", inputs, entries)
         return job.list_response(data)
+
+    async def create_cohere_embedding(request: Request) -> Response:
+        body = await _parse(state, request, CohereEmbedBody)
+        inputs = await _cohere_inputs(state, request, body)
+        job, embeddings = await _run(
+            state, request, body, "embd-", inputs, partial(typed_embeddings, body.types)
+        )
+        tokens = job.usage()["prompt_tokens"]
+        answer: dict[str, object] = {
+            "id": job.id,
+            "embeddings": embeddings,
+            "meta": {
+                "api_version": {"version": "2"},
+                "billed_units": {"input_tokens": tokens, "image_tokens": 0},
+            },
+            "response_type": "embeddings_by_type",
+        }
+        if body.source == "texts":
+            answer["texts"] = body.texts
+        return json_response(answer)
 
     async def create_pooling(request: Request) -> Response:
         body = await _parse(state, request, PoolBody, PoolChatBody)
@@ -134,6 +161,12 @@ def pooling_routes(state: AppState) -> APIRouter:
             ("/v1/embeddings",),
             "Vectors of texts",
             ("EmbeddingBody", "EmbeddingChatBody"),
+        ),
+        (
+            create_cohere_embedding,
+            ("/v2/embed",),
+            "Vectors of texts, in the form of Cohere's API",
+            ("CohereEmbedBody",),
         ),
         (
             create_pooling,
@@ -236,6 +269,50 @@ async def _inputs(
     return inputs
 
 
+async def _cohere_inputs(
+    state: AppState, request: Request, body: CohereEmbedBody
+) -> list[PoolingInput]:
+    """The inputs of a body in the form of Cohere's API."""
+    processor = _processor(state)
+    facts = processor.facts
+    params = PoolingParams(task=EMBED, dimensions=body.output_dimension)
+    processor.check(params, "model", size_param="output_dimension")
+    if body.input_type not in (None, *facts.prompts):
+        raise UserError(
+            f"Unsupported input_type {str(body.input_type)[:80]!r}, this model has "
+            f"{processor.prompt_names()}",
+            param="input_type",
+        )
+    width = body.output_dimension or facts.width
+    if width % 8 and any(name in BINARY_TYPES for name in body.types):
+        raise UserError(
+            f"binary vectors need a multiple of 8 dimensions, there are {width}",
+            param="embedding_types",
+        )
+    texts = body.embedded_texts()
+    _log_prompts(state, request, texts)
+    cuts = body.truncate != "NONE"
+    most = min(body.max_tokens or processor.max_tokens, processor.max_tokens)
+    options = InputOptions(
+        params,
+        param=body.source,
+        truncate=most if cuts else None,
+        keep_end=body.truncate == "START",
+        prompt_name=body.input_type,
+    )
+    with CancelOnDisconnect(request.receive):
+        inputs = await processor.prompts(texts, options)
+    for index, item in enumerate(inputs):
+        if len(item.token_ids) > most:
+            raise UserError(
+                f"{options.item(index)} has {len(item.token_ids)} tokens, max_tokens is {most}; "
+                'send "truncate": "END" to cut it',
+                param=body.source,
+            )
+    processor.check_size(inputs, body.source)
+    return inputs
+
+
 def _log_prompts(state: AppState, request: Request, prompts: Iterable[object]) -> None:
     if state.config.enable_log_requests:
         for prompt in prompts:
@@ -246,11 +323,11 @@ def _log_prompts(state: AppState, request: Request, prompts: Iterable[object]) -
 async def _run(
     state: AppState,
     request: Request,
-    body: PoolingBody,
+    body: EngineBody,
     id_prefix: str,
     inputs: list[PoolingInput],
-    entries: Callable[[list[Vectors]], Entries],
-) -> tuple[PoolingJob, Entries]:
+    entries: Callable[[list[Vectors]], R],
+) -> tuple[PoolingJob, R]:
     """Run the inputs in the engine; returns the job, which has ended, and what `entries` makes of
     the results. Raises ClientGone when the client disconnects."""
     model = state.model(body.model)
@@ -276,7 +353,7 @@ async def _run(
     return job, await asyncio.to_thread(entries, vectors)
 
 
-def _empty_list(state: AppState, body: PoolingBody) -> Response:
+def _empty_list(state: AppState, body: EngineBody) -> Response:
     return json_response(
         {
             "id": request_id_of(body, "classify-"),
@@ -320,15 +397,6 @@ async def _run_pairs(
         return entries(pair_scores(processor.facts, vectors, len(firsts)))
 
     return await _run(state, request, body, id_prefix, inputs, scored)
-
-
-def encode_vectors(vectors: Vectors, encoding_format: str | None) -> msgspec.Raw | str:
-    """(width,) as a JSON list, (rows, width) as a list of lists; base64: all numbers as
-    little-endian float32 in one string."""
-    if encoding_format == "base64":
-        return base64.b64encode(vectors.astype("<f4").tobytes()).decode()
-    # Encoded one result at a time, so that other threads can take the GIL in between.
-    return msgspec.Raw(msgspec.json.encode(vectors.tolist()))
 
 
 def _vector_entries(

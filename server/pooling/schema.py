@@ -1,11 +1,12 @@
 """Request bodies of the pooling routes: embeddings, classes, scores."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
 from config.errors import UserError, value_text
-from server.http.body_bounds import Label
+from server.http.body_bounds import Label, Strings
 from server.openai.schema.chat import ChatPromptBody
 from server.openai.schema.completions import (
     Texts,
@@ -17,6 +18,8 @@ from server.openai.schema.completions import (
 from server.openai.schema.generation import Body, Integer, Unsupported, check_request_id, check_salt
 
 MAX_INPUTS = 2048
+MAX_TYPES = 16
+"""Maximum entries of `embedding_types`."""
 MANY_IDS = 10_000
 """Maximum token ids that are checked on the event loop, about a millisecond."""
 
@@ -39,19 +42,34 @@ _TEXT = {
 }
 _TEXTS = {"anyOf": [*_TEXT["anyOf"], {"type": "array", "items": _TEXT, "maxItems": MAX_INPUTS}]}
 
+EmbeddingType = Literal["float", "binary", "ubinary", "base64"]
 Task = Literal["embed", "token_embed", "classify", "score"]
 TextField = Annotated[Any, WithJsonSchema(_TEXT)]
 TextsField = Annotated[Any, WithJsonSchema(_TEXTS)]
 OptionalTexts = Annotated[Any, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]})]
 
 
-class PoolingBody(Body):
-    """Fields of all pooling requests."""
-
-    unsupported: ClassVar[Unsupported] = UNSUPPORTED
+class EngineBody(Body):
+    """Fields of all requests to a pooling model."""
 
     model: str | None = Field(None, description="A served name; default: the first one.")
     user: Label | None = None
+    priority: Integer | None = None
+    timeout: float | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+
+    def check(self) -> None:
+        """Check fields that depend on each other. Raises UserError."""
+        check_salt(self.cache_salt)
+        check_request_id(self.request_id)
+
+
+class PoolingBody(EngineBody):
+    """Fields of all pooling requests of vLLM's form."""
+
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED
+
     truncate_prompt_tokens: Integer | None = Field(
         None, description="Maximum tokens of an input, which is cut; -1: the model's."
     )
@@ -64,15 +82,9 @@ class PoolingBody(Body):
         "the model's default.",
     )
     normalize: bool | None = Field(None, description="An older name of use_activation.")
-    priority: Integer | None = None
-    timeout: float | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
 
     def check(self) -> None:
-        """Check fields that depend on each other. Raises UserError."""
-        check_salt(self.cache_salt)
-        check_request_id(self.request_id)
+        super().check()
         if None not in (self.use_activation, self.normalize) and (
             self.use_activation != self.normalize
         ):
@@ -149,6 +161,69 @@ class EmbeddingBody(_Prompts, _Encoded, PoolingBody):
 
 class EmbeddingChatBody(_Conversation, _Encoded, PoolingBody):
     """A conversation to embed."""
+
+
+class CohereEmbedBody(EngineBody):
+    """Texts to embed, in the form of Cohere's API."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"texts": ["Hello!", "Good day!"]}})
+
+    texts: Strings | None = Field(None, description="The texts to embed.")
+    inputs: list[dict[str, object]] | None = Field(
+        None,
+        max_length=MAX_INPUTS,
+        description="In place of texts: objects whose content is a list of text parts.",
+    )
+    images: list[object] | None = Field(None, description="Refused: vectors are made of text only.")
+    input_type: Label | None = Field(
+        None, description="Name of the model's prompt to put before each text; null: its default."
+    )
+    embedding_types: list[EmbeddingType] | None = Field(
+        None, max_length=MAX_TYPES, description="Types of the vectors; default float."
+    )
+    output_dimension: Integer | None = Field(None, description="As dimensions of /v1/embeddings.")
+    truncate: Literal["NONE", "START", "END"] | None = Field(
+        None, description="The side of a long input that is cut off; NONE: a 400. Default END."
+    )
+    max_tokens: Integer | None = Field(
+        None, description="Maximum tokens of an input; null: the model's."
+    )
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the fields with inputs that are set."""
+        return [n for n in ("texts", "inputs", "images") if isinstance(getattr(self, n), list)]
+
+    @property
+    def source(self) -> str:
+        """Name of the field with the inputs, after `check`."""
+        return self.given[0]
+
+    @property
+    def types(self) -> Sequence[str]:
+        """Types of the vectors, each listed once."""
+        return list(dict.fromkeys(self.embedding_types or ("float",)))
+
+    def check(self) -> None:
+        super().check()
+        if "images" in self.given:
+            raise UserError("images cannot be embedded, send texts", param="images")
+        if not self.given:
+            raise UserError("texts is missing", param="texts")
+        if len(self.given) > 1:
+            raise UserError("texts and inputs cannot both be given", param="inputs")
+        for name in ("max_tokens", "output_dimension"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise UserError(f"{name} is {value}, it must be at least 1", param=name)
+
+    def embedded_texts(self) -> list[str]:
+        """The texts, at least 1 and none empty. Raises UserError."""
+        texts = texts_of(getattr(self, self.source), self.source)
+        if "" in texts:
+            where = f"{self.source}[{texts.index('')}]"
+            raise UserError(f"{where} is an empty string", param=self.source)
+        return texts
 
 
 class PoolBody(EmbeddingBody):
@@ -273,7 +348,7 @@ class RerankBody(PairBody):
         return texts_of(self.query, "query"), texts_of(self.documents, "documents")
 
 
-def texts_of(given: Any, name: str) -> list[str]:
+def texts_of(given: object, name: str) -> list[str]:
     """List of texts from a text or a list of texts, each a string, {"text": ...} or {"content":
     [text parts]}. Raises UserError with the index of an invalid text."""
     texts = given if isinstance(given, list) else [given]
@@ -289,7 +364,7 @@ def texts_of(given: Any, name: str) -> list[str]:
     ]
 
 
-def _text(given: Any, where: str, name: str) -> str:
+def _text(given: object, where: str, name: str) -> str:
     if isinstance(given, str):
         return given
     if isinstance(given, dict):
@@ -306,7 +381,7 @@ def _text(given: Any, where: str, name: str) -> str:
     )
 
 
-def _is_text_part(part: Any) -> bool:
+def _is_text_part(part: object) -> bool:
     return (
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
     )

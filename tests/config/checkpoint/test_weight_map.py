@@ -79,6 +79,22 @@ def test_an_architecture_unlike_all_others_is_refused_with_the_list_of_models() 
     assert "nearest" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "WhisperForConditionalGeneration",
+        "Qwen3ASRForConditionalGeneration",
+        "GraniteSpeechForConditionalGeneration",
+        "MossTranscribeDiarizeForConditionalGeneration",
+    ],
+)
+def test_a_model_of_speech_is_not_said_to_be_near_a_text_model(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"speech is not served$") as refused:
+        decoder_spec(config_of(name))
+
+    assert "nearest" not in str(refused.value)
+
+
 def test_an_unknown_architecture_is_refused_with_the_nearest_three() -> None:
     with pytest.raises(ConfigError) as refused:
         decoder_spec(config_of("Olmo3ForCausalLM"))

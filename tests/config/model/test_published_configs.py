@@ -171,9 +171,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         r"with more than a text model, .* docs/models\.md (are \w+|lists the \d+ architectures)",
     ),
     "an encoder and a decoder": (
-        "WhisperForConditionalGeneration",
+        "T5ForConditionalGeneration",
         {"is_encoder_decoder": True},
         r"with an encoder and a decoder, .* docs/models\.md (are \w+|lists the \d+ architectures)",
+    ),
+    "speech": (
+        "WhisperForConditionalGeneration",
+        {"is_encoder_decoder": True},
+        r"with an encoder and a decoder, which is not supported; speech is not served$",
     ),
     "other names of fields": (
         "Mamba2ForCausalLM",

@@ -31,6 +31,7 @@ ROUTES = {
     "/v1/messages": {"post"},
     "/v1/messages/count_tokens": {"post"},
     "/v1/embeddings": {"post"},
+    "/v2/embed": {"post"},
     "/pooling": {"post"},
     "/classify": {"post"},
     "/score": {"post"},

@@ -58,7 +58,7 @@ def test_a_line_that_is_no_request_says_why(line: str, message: str, tmp_path: P
     "url",
     [
         *("/v1/embeddings", "/v1/score", "/v1/rerank"),
-        *("/score", "/rerank", "/v2/rerank", "/classify", "/pooling"),
+        *("/score", "/rerank", "/v2/rerank", "/v2/embed", "/classify", "/pooling"),
     ],
 )
 def test_the_pooling_paths_are_taken(url: str, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_other_paths_outside_of_v1_are_refused(url: str, tmp_path: Path) -> None
     (found,) = lines_of(tmp_path / "in", request(url=url))
 
     assert isinstance(found, InvalidLine)
-    assert found.error.endswith("or /score, /rerank, /v2/rerank, /classify, /pooling")
+    assert found.error.endswith("or /score, /rerank, /v2/rerank, /v2/embed, /classify, /pooling")
 
 
 def test_a_custom_id_is_there_once(tmp_path: Path) -> None:

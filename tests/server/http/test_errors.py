@@ -299,6 +299,13 @@ async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None
         ("POST", "/reset_prefix_cache", 404, "served with --enable-dev-endpoints."),
         ("POST", "/sleep", 404, "served with --enable-dev-endpoints."),
         ("POST", "/wake_up", 404, "served with --enable-dev-endpoints."),
+        ("POST", "/v1/audio/transcriptions", 404, "Audio is not served."),
+        ("POST", "/v1/audio/speech", 404, "Audio is not served."),
+        ("GET", "/v1/realtime", 404, "Audio is not served."),
+        ("POST", "/inference/v1/generate", 404, "/v1/completions takes token ids as its prompt"),
+        ("POST", "/v1/completions/render", 404, "/tokenize gives the token ids"),
+        ("POST", "/v1/chat/completions/render", 404, "/tokenize gives the token ids"),
+        ("POST", "/v1/chat/completions/derender", 404, "/detokenize gives the text"),
         ("PUT", "/v1/completions", 405, "/v1/completions takes POST, not PUT."),
         ("PATCH", "/v1/responses/resp_1", 405, "takes DELETE, GET, not PATCH."),
     ],
@@ -371,7 +378,7 @@ async def test_each_route_with_a_body_says_where_json_is_wrong() -> None:
     async with in_memory() as rig:
         paths = (await rig.http.get("/openapi.json")).json()["paths"]
         routes = [path for path, item in paths.items() if "requestBody" in item.get("post", {})]
-        pooling = ("/pooling", "/classify", "/embeddings", "/score", "/rerank")
+        pooling = ("/pooling", "/classify", "/embeddings", "/embed", "/score", "/rerank")
         generating = [route for route in routes if not route.endswith(pooling)]
         for route in generating:
             refused = await rig.http.post(route, content=b'{"model": "demo",')

@@ -259,6 +259,15 @@ async def test_the_device_is_named_with_the_versions_it_runs_on() -> None:
         assert 'driver="1.24.1"' in line and 'software="1.24.0.1"' in line
 
 
+async def test_the_cache_tells_its_tokens_and_how_many_longest_sequences_fit() -> None:
+    async with in_memory(TalkingClient(max_model_len=400)) as rig:
+        text = (await rig.http.get("/metrics")).text
+
+    line = next(line for line in text.splitlines() if line.startswith("vllm:cache_config_info{"))
+    assert 'kv_cache_size_tokens="1024"' in line
+    assert 'kv_cache_max_concurrency="2.56"' in line
+
+
 async def test_every_rank_tells_its_memory_and_what_its_warmup_compiled() -> None:
     async with in_memory() as rig:
         assert rig.client.ready is not None
