@@ -120,6 +120,8 @@ class _MessageBuilder:
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             raise _bad(f"{where} must be an object whose role is user or assistant")
         role, content = message["role"], message.get("content")
+        if role == "assistant" and content is None:
+            content = []
         if not isinstance(content, (str, list)):
             raise _bad(f"{where}.content must be a string or a list of blocks")
         blocks = _blocks(content, f"{where}.content")
@@ -186,7 +188,8 @@ class _MessageBuilder:
             if block["type"] == "tool_use":
                 calls.append(self._call(block, where))
             elif block["type"] == "thinking":
-                shown = _string(block, "thinking", where)
+                is_empty = block.get("thinking") is None
+                shown = "" if is_empty else _string(block, "thinking", where)
                 reasoning.append(shown or hidden_reasoning(block.get("signature")))
             elif not is_ignored_block(block):
                 parts.append(_text(block, where, ("text", "thinking", "tool_use")))

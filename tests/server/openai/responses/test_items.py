@@ -169,7 +169,7 @@ def test_several_parts_stay_parts_and_results_become_one_text() -> None:
         ([{**PATCHED, "call_id": ""}], "no call_id"),
         ([{**CALL, "call_id": None}], "no call_id"),
         ([{**CALL, "name": ""}], "no name"),
-        ([{**RESULT, "output": None}], "input[0].output must be"),
+        ([{**RESULT, "output": 3}], "input[0].output must be"),
         ([{"type": "item_reference"}], "without an id"),
         ([{**SAID, "id": 5}], "an id that is not a string"),
     ],
@@ -180,3 +180,19 @@ def test_items_that_are_none_are_refused_by_their_place(given: Any, words: str) 
 
     assert words in caught.value.message
     assert caught.value.param == "input"
+
+
+def test_what_another_server_left_empty_or_wrote_as_a_text_is_taken() -> None:
+    made = messages(
+        {"role": "user", "content": "?"},
+        {"type": "reasoning", "summary": "So", "content": None},
+        {"type": "message", "role": "assistant", "content": None},
+        {"type": "reasoning", "summary": [], "content": "Hm"},
+        {**SAID, "content": [{"type": "output_text", "text": None}, *SAID["content"]]},
+        CALL,
+        {**RESULT, "output": None},
+        {"type": "function_call_output", "call_id": "c9"},
+    )
+
+    assert [message.get("reasoning_content") for message in made] == [None, "SoHm", None, None]
+    assert [message["content"] for message in made] == ["?", "Yes", "", ""]
