@@ -277,9 +277,9 @@ def _entries(
 
 
 def _is_switch(name: str) -> bool:
-    flag, accepted = _FLAG_OF.get(name), ACCEPTED.get(name)
-    is_accepted = accepted is not None and accepted.is_switch
-    return is_accepted or bool(absence(name) if flag is None else name in flag.all_switches)
+    if name in _FLAG_OF:
+        return name in _FLAG_OF[name].all_switches
+    return ACCEPTED[name].is_switch if name in ACCEPTED else bool(absence(name))
 
 
 def _parsed(text: str) -> object:

@@ -120,8 +120,8 @@ class _MessageBuilder:
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             raise _bad(f"{where} must be an object whose role is user or assistant")
         role, content = message["role"], message.get("content")
-        if role == "assistant" and content is None:
-            content = []
+        if role == "assistant":
+            content = content or []
         if not isinstance(content, (str, list)):
             raise _bad(f"{where}.content must be a string or a list of blocks")
         blocks = _blocks(content, f"{where}.content")
@@ -188,8 +188,7 @@ class _MessageBuilder:
             if block["type"] == "tool_use":
                 calls.append(self._call(block, where))
             elif block["type"] == "thinking":
-                is_empty = block.get("thinking") is None
-                shown = "" if is_empty else _string(block, "thinking", where)
+                shown = _string(block, "thinking", where) if block.get("thinking") else ""
                 reasoning.append(shown or hidden_reasoning(block.get("signature")))
             elif not is_ignored_block(block):
                 parts.append(_text(block, where, ("text", "thinking", "tool_use")))

@@ -44,8 +44,8 @@ def is_foreign_tool(tool: Any) -> bool:
 
 
 def is_ignored_block(block: Any) -> bool:
-    """Whether a block of an earlier answer is ignored: its type is one that only other servers
-    know, such as redacted_thinking, or its text is null."""
+    """Whether a block of an earlier answer is ignored: only other servers know its type, such as
+    redacted_thinking, or its text is null."""
     kind = type_of(block)
     if kind == "text":
         return block.get("text") is None

@@ -129,8 +129,8 @@ def _message(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     content = item.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    if role == "assistant" and content is None:
-        content = []
+    if role == "assistant":
+        content = content or []
     if not isinstance(content, list):
         raise _bad(f"{where}.content must be a string or a list of parts")
     if len(content) > MAX_PARTS:
@@ -179,7 +179,7 @@ def _call(item: Item, where: str, field: str) -> Item:
 def _output(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     call_id = item.get("call_id")
     # A tool may give nothing.
-    output = "" if item.get("output") is None else item["output"]
+    output = item.get("output") or ""
     if not isinstance(call_id, str) or not call_id:
         raise _bad(f"{where} has type {item['type']!r} and no call_id")
     if isinstance(output, list):
