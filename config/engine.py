@@ -100,8 +100,8 @@ class SchedulerConfig:
     max_num_seqs: int = setting(32, "Maximum number of sequences that run at once", minimum=1)
     max_num_batched_tokens: int | None = setting(
         None,
-        f"Maximum tokens of a step; auto: {DEFAULT_TOKEN_BUDGET}, or the longest text of a pooling "
-        "model if it is longer",
+        f"Maximum tokens of a step; auto: {DEFAULT_TOKEN_BUDGET}, or --max-num-seqs or the longest "
+        "text of a pooling model if that is more",
         minimum=1,
     )
     max_prefill_batch: int | None = setting(
@@ -161,9 +161,12 @@ class SchedulerConfig:
             )
 
     def token_budget(self, longest_text: int = 0) -> int:
-        """`max_num_batched_tokens` or its default, which is at least `longest_text`: the maximum
-        number of tokens of a text for a pooling model, which computes a text in one step."""
-        return self.max_num_batched_tokens or max(DEFAULT_TOKEN_BUDGET, longest_text)
+        """`max_num_batched_tokens` or its default, which is at least `max_num_seqs` and
+        `longest_text`: the maximum number of tokens of a text for a pooling model, which computes a
+        text in one step."""
+        return self.max_num_batched_tokens or max(
+            DEFAULT_TOKEN_BUDGET, self.max_num_seqs, longest_text
+        )
 
     def prefill_batch(self, *, is_pooling: bool = False, is_exact: bool = False) -> int:
         """`max_prefill_batch` or its default; `is_exact`: launches are not padded to buckets."""
@@ -303,6 +306,8 @@ class EngineConfig:
             **dict.fromkeys(("gptq_marlin", "gptq_hpu"), "gptq"),
             **dict.fromkeys(("awq_marlin", "awq_hpu"), "awq"),
             "intel/auto-round": "auto-round",
+            # The compressor's name in scripts of 2024.
+            "hqt": INC,
         },
     )
     quant_config: str | None = setting(

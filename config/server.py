@@ -437,7 +437,7 @@ class ServerConfig:
         return self._limit("video", MAX_VIDEOS)
 
     def _limit(self, kind: str, default: int) -> int:
-        limits = _mm_limits(self.limit_mm_per_prompt)
+        limits = _object("limit_mm_per_prompt", self.limit_mm_per_prompt)
         if unknown := set(limits) - set(_LIMITED):
             raise ConfigError(
                 f"limit_mm_per_prompt has {', '.join(sorted(unknown))}, it may have "
@@ -508,7 +508,16 @@ def _check_frames(num_frames: int, fps: float) -> None:
         raise ConfigError(f"media_io_kwargs has fps {fps:g}, it must be above 0, or -1")
 
 
+_PAIR = r"\w+=(?:true|false|-?\d{1,18}(?:\.\d{1,18})?)"
+_PAIRS = re.compile(rf"{_PAIR}(?:,{_PAIR})*")
+
+
 def _object(name: str, text: str) -> dict[str, Any]:
+    """An object from JSON, or from pairs as in older releases of vLLM: image=4,video=1. Raises
+    ConfigError."""
+    if _PAIRS.fullmatch(text):
+        pairs = (pair.split("=") for pair in text.split(","))
+        text = "{" + ",".join(f'"{key}":{value}' for key, value in pairs) + "}"
     try:
         value = parse_json(text or "{}")
     except ValueError as error:
@@ -518,23 +527,12 @@ def _object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _mm_limits(text: str) -> dict[str, Any]:
-    """Limits from JSON, or from image=4,video=1 as in older releases of vLLM."""
-    if re.fullmatch(r"\w+=\d{1,9}(,\w+=\d{1,9})*", text):
-        pairs = (pair.split("=") for pair in text.split(","))
-        return {kind: int(count) for kind, count in pairs}
-    return _object("limit_mm_per_prompt", text)
-
-
 def _generation_overrides(text: str) -> dict[str, float]:
     name = "override_generation_config"
-    try:
-        values = parse_json(text or "{}")
-    except ValueError as error:
-        raise ConfigError(f"{name} is {text!r}, it must be JSON: {error}") from None
-    if isinstance(values, dict):
-        values = {key: value for key, value in values.items() if key not in IGNORED_GENERATION}
-    if not isinstance(values, dict) or not set(values) <= set(GENERATION_FIELDS):
+    values = {
+        key: value for key, value in _object(name, text).items() if key not in IGNORED_GENERATION
+    }
+    if not set(values) <= set(GENERATION_FIELDS):
         allowed = ", ".join(GENERATION_FIELDS)
         raise ConfigError(f"{name} is {text!r}, it must be a JSON object of some of {allowed}")
     for limit in GENERATION_LIMITS:

@@ -257,8 +257,8 @@ def _read_file(path: str, problems: list[str]) -> list[Given]:
         raise ConfigError(f"the file {path} holds {len(content)} keys, at most {MAX_FILE_KEYS}")
     source = f"file {path}"
     found: dict[str, Given] = {}
-    for key, value in with_objects_of_dots(content):
-        name = _known(shown(key) if not isinstance(key, str) else key, value, source, problems)
+    for key, value in _entries(content, source, problems):
+        name = _known(key, value, source, problems)
         if not name:
             continue
         if name == "config":
@@ -268,6 +268,28 @@ def _read_file(path: str, problems: list[str]) -> list[Given]:
             raise ConfigError(f"{source} gives {owner} twice, as {found[owner].name} and as {key}")
         found[owner] = Given(name, value, source)
     return list(found.values())
+
+
+def _entries(
+    content: Mapping[Any, Any], source: str, problems: list[str]
+) -> Iterator[tuple[str, object]]:
+    """Keys and values of a file; `no-enable-lora: true` becomes `enable-lora: false`."""
+    for key, value in with_objects_of_dots(content):
+        word = key if isinstance(key, str) else shown(key)
+        switch = word.replace("_", "-").removeprefix("no-")
+        if not word.startswith("no") or not _is_switch(switch) or word == switch:
+            yield word, value
+            continue
+        with _collected(problems):
+            # vLLM makes a flag of the key only if its value is true.
+            if truth(Given(word, value, source)):
+                yield switch, False
+
+
+def _is_switch(name: str) -> bool:
+    if name in _FLAG_OF:
+        return name in _FLAG_OF[name].all_switches
+    return ACCEPTED[name].is_switch if name in ACCEPTED else bool(absence(name))
 
 
 def _parsed(text: str) -> object:

@@ -191,8 +191,7 @@ def _choice(flag: Flag, given: Given) -> str:
     word = flag.setting.spellings.get(value.lower(), value.lower())
     if word not in flag.setting.choices:
         # All choices are listed, so the hint may be less similar: bf16 for bfloat16.
-        words = (*flag.setting.choices, *flag.setting.spellings)
-        near = difflib.get_close_matches(word, words, n=1)
+        near = difflib.get_close_matches(word, flag.setting.choices, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise wrong(given, f"one of {', '.join(flag.setting.choices)}{hint}")
     return word

@@ -43,6 +43,8 @@ CHAT_TEMPLATES = (
     *("xlam_llama", "xlam_qwen"),
 )
 """Names of the templates for tools in vLLM's image: examples/tool_chat_template_NAME.jinja."""
+_TEMPLATE_FOLDERS = ("/app", "/app/data/template", "/opt/app-root/template")
+"""Folders of the templates in Red Hat's images of vLLM."""
 _TEMPLATE_FILES = ("template_llava", *(f"tool_chat_template_{name}" for name in CHAT_TEMPLATES))
 
 MODEL, NUMBER = "the model's name", "a number"
@@ -357,8 +359,7 @@ def absence(name: str, rows: Iterable[tuple[str, str]] = ABSENT) -> str:
 
 
 def is_chat_template(path: str) -> bool:
-    """Whether `path` is the place of a chat template in vLLM's image."""
+    """Whether `path` is the place of a chat template in an image of vLLM."""
     file = PurePath(path)
-    return (
-        file.parent.name == "examples" and file.suffix == ".jinja" and file.stem in _TEMPLATE_FILES
-    )
+    is_folder = file.parent.name == "examples" or str(file.parent) in _TEMPLATE_FOLDERS
+    return is_folder and file.suffix == ".jinja" and file.stem in _TEMPLATE_FILES

@@ -8,7 +8,8 @@ AUTO, BFLOAT16, FLOAT16, FP8, FP8_INC, INT8 = KV_CACHE_DTYPES = (
     "fp8_inc",
     "int8",
 )
-SPELLINGS = {"fp8_e4m3": FP8, "half": FLOAT16}
+SPELLINGS = {"fp8_e4m3": FP8, "half": FLOAT16, "hf8": FP8_INC}
+"""hf8: the name of fp8_inc in scripts of 2024."""
 
 ON_GAUDI = (AUTO, BFLOAT16, FLOAT16, FP8, FP8_INC)
 

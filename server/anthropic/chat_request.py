@@ -125,6 +125,8 @@ class _MessageBuilder:
                 shown += f" with role {value_text(message.get('role'))}"
             raise _bad(f"{where} is {shown}, it must be an object whose role is user or assistant")
         role, content = message["role"], message.get("content")
+        if role == "assistant":
+            content = content or []
         if not isinstance(content, (str, list)):
             raise _bad(wrong_field(message, "content", where, "a string or a list of blocks"))
         blocks = _blocks(content, f"{where}.content")
@@ -191,7 +193,7 @@ class _MessageBuilder:
             if block["type"] == "tool_use":
                 calls.append(self._call(block, where))
             elif block["type"] == "thinking":
-                shown = _string(block, "thinking", where)
+                shown = _string(block, "thinking", where) if block.get("thinking") else ""
                 reasoning.append(shown or hidden_reasoning(block.get("signature")))
             elif not is_ignored_block(block):
                 parts.append(_text(block, where, ("text", "thinking", "tool_use")))

@@ -44,9 +44,12 @@ def is_foreign_tool(tool: Any) -> bool:
 
 
 def is_ignored_block(block: Any) -> bool:
-    """Whether a block of an earlier answer has a type that only other servers know, such as
-    redacted_thinking, and is ignored."""
-    return type_of(block) not in (None, "text", "thinking", "tool_use", "image")
+    """Whether a block of an earlier answer is ignored: only other servers know its type, such as
+    redacted_thinking, or its text is null."""
+    kind = type_of(block)
+    if kind == "text":
+        return block.get("text") is None
+    return kind not in (None, "thinking", "tool_use", "image")
 
 
 class ToolChoice(Body):

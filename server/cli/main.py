@@ -65,7 +65,7 @@ Serve a model to OpenAI clients, at http://localhost:8000/v1 unless --host and -
 
 TEXTS = {
     **dict.fromkeys(("-h", "--help", "help"), HELP),
-    **dict.fromkeys(("-V", "--version", "version"), f"{VERSION}\n"),
+    **dict.fromkeys(("-V", "-v", "--version", "version"), f"{VERSION}\n"),
 }
 
 

@@ -31,7 +31,7 @@ trims text."""
 def normalize_messages(messages: list[Message]) -> list[Message]:
     """Copies of `messages` without null fields, always with `content`. The developer role becomes
     system, arguments of tool calls become objects, and reasoning is stored under each of its names.
-    Unknown parts of earlier answers are dropped, not refused. Raises UserError."""
+    Unknown parts and calls of earlier answers are dropped, not refused. Raises UserError."""
     return [_normalized(message) for message in messages]
 
 
@@ -43,9 +43,10 @@ def _normalized(message: Message) -> Message:
     if isinstance(content, list):
         is_answer = result.get("role") == "assistant"
         result["content"] = [_part(p) for p in content if not (is_answer and is_ignored_part(p))]
-    if not result.get("tool_calls"):
+    calls = [call for call in result.pop("tool_calls", None) or () if not is_ignored_call(call)]
+    if calls:
         # Templates test whether the field exists.
-        result.pop("tool_calls", None)
+        result["tool_calls"] = calls
     for call in result.get("tool_calls", ()):
         _read_call(call)
     for name in _REASONING:
@@ -58,10 +59,21 @@ def _normalized(message: Message) -> Message:
 
 
 def is_ignored_part(part: object) -> bool:
-    """Whether a part of an earlier answer has a type that this server does not know. Images and
-    videos are never ignored."""
+    """Whether a part of an earlier answer has a type that this server does not know, or a null as
+    its text. Images and videos are never ignored."""
     kind = part.get("type") if isinstance(part, dict) else None
-    return isinstance(kind, str) and bool(kind) and kind not in _KNOWN_PARTS
+    if not isinstance(part, dict) or not isinstance(kind, str) or not kind:
+        return False
+    if kind in (*_TEXT_PARTS, "refusal"):
+        return part.get("refusal" if kind == "refusal" else "text") is None
+    return kind not in _KNOWN_PARTS
+
+
+def is_ignored_call(call: object) -> bool:
+    """Whether a call of an earlier answer is of a tool type that only other servers know."""
+    kind = call.get("type") if isinstance(call, dict) else None
+    is_foreign = isinstance(kind, str) and kind not in ("", "function", "custom")
+    return is_foreign and isinstance(call, dict) and not {"function", "custom"} & set(call)
 
 
 def _part(part: object) -> dict[str, str]:

@@ -24,6 +24,8 @@ QUANTIZED_BITS = 8
 _MXFP8_PACKING = "auto_round:llm_compressor"
 _MX_TYPES = ("mx_fp", "mx_fp_rceil")
 """data_type of MXFP8; the second name rounds scales up."""
+_PLAIN_PACKINGS = ("auto_round", "auto_round:exllamav2", "auto_round:tritonv2")
+"""Packings that store the zero points themselves; GPTQ stores them minus 1."""
 _EXPRESSION_SIGNS = frozenset("*+?^$()[]{}|\\")
 """A name in `extra_config` with such a character is a regular expression that may match any part
 of a module's name, as vLLM reads it."""
@@ -94,7 +96,7 @@ def _packing(fields: Fields) -> tuple[Fields, Callable[[Fields], WeightScheme]]:
     packing = fields.get(name, str, "auto_round:auto_gptq").replace("autoround", "auto_round")
     if "awq" in packing:
         return fields, awq_scheme
-    if packing not in ("auto_round", "auto_round:exllamav2") and "gptq" not in packing:
+    if packing not in _PLAIN_PACKINGS and "gptq" not in packing:
         raise refused(
             fields, name, packing, "auto_round, auto_round:auto_gptq or auto_round:auto_awq"
         )

@@ -128,6 +128,8 @@ def _message(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     content = item.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
+    if role == "assistant":
+        content = content or []
     if not isinstance(content, list):
         raise _bad(wrong_field(item, "content", where, "a string or a list of parts"))
     if len(content) > MAX_PARTS:
@@ -174,7 +176,9 @@ def _call(item: Item, where: str, field: str) -> Item:
 
 
 def _output(item: Item, where: str, taken: tuple[str, ...]) -> Item:
-    call_id, output = item.get("call_id"), item.get("output")
+    call_id = item.get("call_id")
+    # A tool may give nothing.
+    output = item.get("output") or ""
     if not isinstance(call_id, str) or not call_id:
         raise _bad(wrong_field(item, "call_id", where, "a string that is not empty"))
     if isinstance(output, list):
@@ -188,6 +192,8 @@ def _reasoning(item: Item, where: str) -> Item:
     fields = {}
     for name, kind in (("summary", "summary_text"), ("content", "reasoning_text")):
         parts = [] if item.get(name) is None else item[name]
+        if isinstance(parts, str):
+            parts = [{"text": parts}]
         if not isinstance(parts, list):
             raise _bad(wrong_field(item, name, where, "a list of parts"))
         texts = [part.get("text") for part in parts if isinstance(part, dict)]

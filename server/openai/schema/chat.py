@@ -42,7 +42,7 @@ from server.openai.schema.tools import (
     is_foreign_tool,
     name_of,
 )
-from server.text.messages import is_ignored_part
+from server.text.messages import is_ignored_call, is_ignored_part
 
 Message = dict[str, Any]
 
@@ -277,13 +277,16 @@ def _text_of(message: Message) -> str:
 
 
 def _ignored_parts(messages: Any) -> Iterator[str]:
-    """Names of the content parts of earlier answers that are left out, for the header of ignored
-    fields."""
+    """Names of the content parts and calls of earlier answers that are left out, for the header of
+    ignored fields."""
     for place, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict) and message.get("role") == "assistant":
-            yield from ignored_entries(
-                f"messages[{place}].content", message.get("content"), is_ignored_part
-            )
+            for field, is_ignored in (
+                ("content", is_ignored_part),
+                ("tool_calls", is_ignored_call),
+            ):
+                where = f"messages[{place}].{field}"
+                yield from ignored_entries(where, message.get(field), is_ignored)
 
 
 def check_messages(messages: list[Any], kinds: Collection[bytes] = ()) -> None:
@@ -311,7 +314,8 @@ def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
     if role == "tool" and message.get("tool_call_id") is None:
         raise _bad(wrong_field(message, "tool_call_id", where, "the id of a call"))
     if content is None:
-        if role == "assistant":
+        # A tool may give nothing.
+        if role in ("assistant", "tool"):
             return
         raise _bad(wrong_field(message, "content", where, "a string or a list of parts"))
     if isinstance(content, str):
@@ -358,6 +362,8 @@ def _check_calls(calls: Any, where: str) -> None:
         raise _bad(f"{where} is {value_text(calls)}, it must be a list")
     _check_many(calls, where)
     for number, call in enumerate(calls):
+        if is_ignored_call(call):
+            continue
         function = call.get("function") or call.get("custom") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _bad(f"{where}[{number}] has no function.name, it must be a string")

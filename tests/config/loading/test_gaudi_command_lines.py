@@ -153,11 +153,55 @@ OPEA_LINES = (
     "--disable-log-request",
 )
 
-LINES = (*CHART_LINES, *LLM_D_LINES, *PLUGIN_LINES, *FORK_LINES, *OPEA_LINES)
+TUTORIAL_LINES = (
+    # HabanaAI/vllm-fork, docs of the branch for Qwen: images, videos and audio.
+    "org/model --port 8000 --host 127.0.0.1 --dtype bfloat16 --limit-mm-per-prompt "
+    "video=5,image=5 --mm_processor_kwargs max_pixels=1003520",
+    "org/model --port 8000 --host 127.0.0.1 --limit-mm-per-prompt video=5,image=5 "
+    "--mm_processor_kwargs max_pixels=1003520,min_pixels=3136 --tensor-parallel-size 8 "
+    "--enable-expert-parallel",
+    # FP8 with names of 2024, which the compressor had before it was named inc.
+    "--model org/model --device hpu --seed 2024 --dtype bfloat16 --quantization hqt "
+    "--kv-cache-dtype hf8 --weights-load-device cpu",
+    # More sequences than the default number of tokens of a step.
+    "--model org/model --host 0.0.0.0 --port 80 --block-size 128 --max-num-seqs  4096 "
+    "--max-seq_len-to-capture 8192 --tensor-parallel-size 4 --use-v2-block-manager",
+    # Scripts of benchmarks: Llama 3.3, Granite 3, Mistral Large 3, DeepSeek R1.
+    "org/model --quantization inc --kv-cache-dtype fp8_inc --tensor_parallel_size 2 "
+    "--max-num-seqs 128 --dtype=bfloat16 --gpu-memory-util 0.9 --tensor-parallel-size=2 "
+    "--max-model-len=131072 --block-size=128 --disable-log-requests --async_scheduling "
+    "--disable-log-stats --no-enable-prefix-caching --trust_remote_code",
+    "--model=org/model --port 8260 --max-num-seqs=8 --dtype=bfloat16 --gpu-memory-util 0.95 "
+    "--tensor-parallel-size=8 --max-model-len=131072 --block-size=128 --async-scheduling "
+    "--disable-log-stats --no-enable-prefix-caching --enable-expert-parallel "
+    "--enable-auto-tool-choice --tool-call-parser mistral --max-num-batched-tokens 4096 "
+    "--trust-remote-code",
+    "--host 0.0.0.0 --port 8688 --block-size 128 --model org/model --device hpu --dtype bfloat16 "
+    "--kv-cache-dtype fp8_inc --tensor-parallel-size 8 --trust-remote-code --max-model-len 16384 "
+    "--max-num-seqs 128 --max-num-batched-tokens 16384 --use-padding-aware-scheduling "
+    "--use-v2-block-manager --distributed_executor_backend ray --gpu_memory_utilization 0.85 "
+    "--disable-log-requests --enable-reasoning --reasoning-parser deepseek_r1 "
+    "--enable-expert-parallel",
+    "--host 0 --port 30001 --device hpu --dtype bfloat16 --quantization gptq_hpu --model m "
+    "--trust-remote-code --tensor-parallel-size 1 --seed 0 --max-seq-len-to-capture 8192",
+)
+OPENSHIFT_LINES = (
+    # Deployments of vLLM for Gaudi on OpenShift: templates of Red Hat's images.
+    *(
+        "--model=/mnt/models --download-dir /models-cache --device hpu --tensor-parallel-size 1 "
+        "--pipeline-parallel-size 1 --dtype float16 --enable-auto-tool-choice "
+        f"--tool-call-parser granite --chat-template {folder}/tool_chat_template_granite.jinja"
+        for folder in ("/app", "/app/data/template", "/opt/app-root/template")
+    ),
+)
+
+LINES = (*CHART_LINES, *LLM_D_LINES, *PLUGIN_LINES, *FORK_LINES, *OPEA_LINES, *TUTORIAL_LINES)
+LINES += OPENSHIFT_LINES
 WITHOUT_EFFECT = {
     *("num-scheduler-steps", "use-padding-aware-scheduling", "trust-remote-code"),
     *("use-v2-block-manager", "tokenizer-mode", "max-seq-len-to-capture", "config-format"),
     *("collect-detailed-traces", "kv-transfer-config", "weights-load-device", "disable-log-stats"),
+    "enable-reasoning",
 }
 """Flags of the lines that have nothing to switch here."""
 NOTED = re.compile(r"(--[\w-]+) (?:is taken for|\S+ is a file of vLLM's image)")
@@ -189,6 +233,7 @@ def test_a_command_line_for_gaudi_is_taken(line: str) -> None:
         (OPEA_LINES[2], ["--chat-template"]),
         (OPEA_LINES[7], ["--max-num-batched-token", "--disable-log-request"]),
         (PLUGIN_LINES[0], []),
+        (OPENSHIFT_LINES[0], ["--chat-template"]),
     ],
 )
 def test_what_is_taken_otherwise_than_written_is_noted(line: str, noted: list[str]) -> None:
@@ -199,7 +244,11 @@ def test_what_is_taken_otherwise_than_written_is_noted(line: str, noted: list[st
 
 
 @pytest.mark.parametrize(
-    "folder", ["examples", "/vllm-workspace/examples", "/workspace/vllm/examples"]
+    "folder",
+    [
+        *("examples", "/vllm-workspace/examples", "/workspace/vllm/examples"),
+        *("/app", "/app/data/template", "/opt/app-root/template"),
+    ],
 )
 @pytest.mark.parametrize(
     "template",
@@ -223,7 +272,11 @@ def test_a_chat_template_that_is_here_or_unknown_stays(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     here = "examples/tool_chat_template_hermes.jinja"
-    for path in ("examples/mine.jinja", "/templates/tool_chat_template_hermes.jinja"):
+    for path in (
+        "examples/mine.jinja",
+        "/templates/tool_chat_template_hermes.jinja",
+        "/opt/app-root/template/mine.jinja",
+    ):
         assert taken(f"m --chat-template {path}").server.chat_template == path
     (tmp_path / "examples").mkdir()
     (tmp_path / here).write_text("{{ messages }}")

@@ -202,7 +202,10 @@ def test_a_bucket_file_asks_for_its_strategy() -> None:
             ["--gpu-memory-utilization", "1.5"],
             "gpu-memory-utilization is 1.5.*at most 1$",
         ),
-        (["--max-num-seqs", "4096"], "is 2048, it must be at least --max-num-seqs, which is 4096"),
+        (
+            ["--max-num-seqs", "4096", "--max-num-batched-tokens", "2048"],
+            "is 2048, it must be at least --max-num-seqs, which is 4096",
+        ),
         (
             ["--prompt-bs-bucket-min=4", "--prompt-bs-bucket-max=2"],
             "prompt_batch.*from 4 down to 2",

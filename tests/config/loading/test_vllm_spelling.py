@@ -150,3 +150,68 @@ def test_a_dot_in_a_value_makes_no_dotted_flag() -> None:
     loaded = load(["m", "--host=10.0.0.1", "--swap-space", "0.5"], environ={})
 
     assert (loaded.server.host, loaded.engine.offload.swap_space) == ("10.0.0.1", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("flag", "words", "value"),
+    [
+        ("mm-processor-kwargs", "max_pixels=1003520", {"max_pixels": 1003520}),
+        (
+            "mm-processor-kwargs",
+            "max_pixels=1003520,do_resize=false",
+            {"max_pixels": 1003520, "do_resize": False},
+        ),
+        ("default-chat-template-kwargs", "enable_thinking=false", {"enable_thinking": False}),
+    ],
+)
+def test_an_object_may_be_given_as_pairs(flag: str, words: str, value: Any) -> None:
+    server = load(["m", f"--{flag}", words], environ={}).server
+
+    given = server.image_options if flag == "mm-processor-kwargs" else server.template_defaults
+    assert given == value
+
+
+def test_sampling_defaults_may_be_given_as_pairs() -> None:
+    line = ["m", "--override-generation-config", "temperature=0.7,top_p=0.95"]
+
+    assert load(line, environ={}).server.sampling_defaults({}) == {
+        "temperature": 0.7,
+        "top_p": 0.95,
+    }
+
+
+@pytest.mark.parametrize("words", ["max_pixels=many", "max_pixels=", "=1", "a=1,,b=2", "a=1 b=2"])
+def test_other_pairs_are_no_object(words: str) -> None:
+    with pytest.raises(ConfigError, match=r"--mm-processor-kwargs is .*, it must be JSON"):
+        load(["m", "--mm-processor-kwargs", words], environ={})
+
+
+def test_a_switch_may_be_turned_off_in_a_file_by_its_name_with_no(tmp_path: Path) -> None:
+    """vLLM makes a flag of each key of its file: `no-enable-prefix-caching: true`."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "async-scheduling: true\nno_enable_prefix_caching: true\nno-enforce-eager: no\n"
+    )
+
+    loaded = load(["m", "--config", str(file)], environ={})
+
+    assert loaded.engine.cache.enable_prefix_caching is False
+    assert loaded.engine.enforce_eager is False  # vLLM leaves a flag with the value false out.
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("no-max-num-seqs: true", "no-max-num-seqs is no setting"),
+        ("no-enforce-eager: 3", "--no-enforce-eager is 3, it must be true or false"),
+        ("no-enforce-eager: true\nenforce-eager: true", "gives enforce-eager twice"),
+    ],
+)
+def test_a_name_with_no_that_makes_no_sense_in_a_file_is_refused(
+    lines: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(lines)
+
+    with pytest.raises(ConfigError, match=message):
+        load(["m", "--config", str(file)], environ={})

@@ -167,6 +167,7 @@ def test_the_first_pattern_of_dynamic_counts(tmp_path: Path) -> None:
         ({"packing_format": "auto_round:auto_awq"}, 0),
         ({"backend": "autoround:gptq:exllamav2"}, 1),
         ({"backend": "auto_round:exllamav2"}, 0),
+        ({"backend": "auto_round:tritonv2"}, 0),
     ],
 )
 @pytest.mark.parametrize("method", ["auto-round", "intel/auto-round"])

@@ -415,18 +415,22 @@ async def test_tools_and_earlier_blocks_of_other_servers_are_ignored_and_named(r
     blocks = [
         {"type": "redacted_thinking", "data": "xx"},
         {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}},
+        {"type": "thinking", "signature": "xx"},
+        {"type": "text", "text": None},
         {"type": "text", "text": "yo"},
     ]
     async with talking() as rig:
         messages = [*HI, {"role": "assistant", "content": blocks}, *HI]
+        messages += [{"role": "assistant", "content": None}, *HI]
         body = {"max_tokens": 4, "messages": messages, "tools": [WEATHER, SEARCH]}
         answer = await rig.post(route, body)
 
         assert answer.status_code == 200, answer.text
-        assert answer.headers["x-gaudiserve-ignored-fields"].split(", ")[-3:] == [
+        assert answer.headers["x-gaudiserve-ignored-fields"].split(", ")[-4:] == [
             "tools[1]:web_search_20250305",
             "messages[1].content[0]:redacted_thinking",
             "messages[1].content[1]:server_tool_use",
+            "messages[1].content[3]:text",
         ]
         if rig.client.queues:
             assert "assistant\nyo<|im_end|>" in asked(rig)

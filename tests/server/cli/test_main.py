@@ -25,8 +25,10 @@ def test_no_command_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str])
     assert "serve [MODEL]" in capsys.readouterr().out
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["--version"])
+@pytest.mark.parametrize("word", ["--version", "-V", "-v"])
+def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's short form is -v."""
+    status = main([word])
 
     assert (status, capsys.readouterr().out) == (0, f"{VERSION}\n")
 

@@ -383,7 +383,11 @@ async def test_priorities_reach_an_engine_that_has_them() -> None:
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None}}]},
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]},
         {"role": "assistant", "content": "x", "refusal": None, "audio": None, "annotations": []},
+        {"role": "assistant", "tool_calls": [{"type": "mcp", "mcp": {"name": "f"}}]},
+        {"role": "assistant", "content": [{"type": "text", "text": None}, {"type": "refusal"}]},
         {"role": "tool", "content": "x", "tool_call_id": "1"},
+        {"role": "tool", "content": None, "tool_call_id": "1"},
+        {"role": "tool", "tool_call_id": "1"},
         {"role": "narrator", "content": "x"},
     ],
 )

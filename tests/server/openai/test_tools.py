@@ -468,12 +468,15 @@ UNHELD = {
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
 async def test_tools_and_earlier_parts_of_other_servers_are_ignored_and_named(route: str) -> None:
     parts = [{"type": "reasoning", "text": "hm"}, {"type": "text", "text": "yes"}]
+    foreign = {"id": "c1", "type": "mcp", "mcp": {"name": "search"}}
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": parts},
         {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "content": None, "tool_calls": [foreign]},
         {"role": "user", "content": "hi"},
     ]
+    ignored = "messages[1].content[0]:reasoning, messages[3].tool_calls[0]:mcp"
     async with with_tools("x") as rig:
         answers = [
             await rig.post(route, {"messages": messages, "tools": tools})
@@ -482,10 +485,10 @@ async def test_tools_and_earlier_parts_of_other_servers_are_ignored_and_named(ro
 
         assert [answer.status_code for answer in answers] == [200] * 4, answers[0].text
         assert [answer.headers["x-gaudiserve-ignored-fields"] for answer in answers] == [
-            "tools[0]:web_search, messages[1].content[0]:reasoning",
-            "messages[1].content[0]:reasoning",
-            "tools[0]:web_search, messages[1].content[0]:reasoning",
-            "messages[1].content[0]:reasoning",
+            f"tools[0]:web_search, {ignored}",
+            ignored,
+            f"tools[0]:web_search, {ignored}",
+            ignored,
         ]
         counts = [answer.json().get("count") for answer in answers]
         if route == "/tokenize":

@@ -172,7 +172,7 @@ def test_several_parts_stay_parts_and_results_become_one_text() -> None:
         ([{**PATCHED, "call_id": ""}], "input[0].call_id is '', it must be a string"),
         ([{**CALL, "call_id": None}], "input[0].call_id is null, it must be a string"),
         ([{**CALL, "name": ""}], "input[0].name is "),
-        ([{**RESULT, "output": None}], "input[0].output is null, it must be"),
+        ([{**RESULT, "output": 3}], "input[0].output is 3, it must be"),
         ([{"type": "item_reference"}], "input[0].id is missing, it must be"),
         ([{**SAID, "id": 5}], "input[0].id is 5, it must be"),
     ],
@@ -183,3 +183,19 @@ def test_items_that_are_none_are_refused_by_their_place(given: Any, words: str) 
 
     assert words in caught.value.message
     assert caught.value.param == "input"
+
+
+def test_what_another_server_left_empty_or_wrote_as_a_text_is_taken() -> None:
+    made = messages(
+        {"role": "user", "content": "?"},
+        {"type": "reasoning", "summary": "So", "content": None},
+        {"type": "message", "role": "assistant", "content": None},
+        {"type": "reasoning", "summary": [], "content": "Hm"},
+        {**SAID, "content": [{"type": "output_text", "text": None}, *SAID["content"]]},
+        CALL,
+        {**RESULT, "output": None},
+        {"type": "function_call_output", "call_id": "c9"},
+    )
+
+    assert [message.get("reasoning_content") for message in made] == [None, "SoHm", None, None]
+    assert [message["content"] for message in made] == ["?", "Yes", "", ""]
