@@ -14,12 +14,13 @@ from hpu.layers.metadata import (
     merged_context,
     token_owners,
 )
+from hpu.quantization.kv_cache import zero_non_finite
 
 
 def zeroed(x: Tensor) -> tuple[Tensor, Tensor]:
     """`x` (B, Q, heads, D) with NaN and infinities replaced by 0, and (B, Q) whether a token had a
     non-finite value."""
-    found = x.nan_to_num(0.0, 0.0, 0.0)
+    found = zero_non_finite(x)
     return found, torch.any(found != x, dim=(-2, -1))
 
 

@@ -21,6 +21,9 @@ INT8_MAX = 127.0
 MIN_AMAX = 1e-30
 """Vectors with a smaller maximum magnitude are stored as zeros: the inverse of their scale may be
 infinite."""
+WIDENED = {torch.float8_e4m3fn: torch.bfloat16, torch.float16: torch.float32}
+"""Dtypes in which nan_to_num runs for other dtypes: torch defines few operations besides casts for
+FP8, and the bridge's list for nan_to_num has no float16."""
 
 
 class Codec(Protocol):
@@ -267,7 +270,6 @@ def plain_format(kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | Non
 
 
 def zero_non_finite(rows: Tensor) -> Tensor:
-    """`rows` of a cache with non-finite values replaced by zeros."""
-    # torch defines few operations besides casts for FP8.
-    wide = rows.to(torch.bfloat16) if rows.dtype == torch.float8_e4m3fn else rows
+    """`rows`, of a cache or of a launch, with non-finite values replaced by zeros."""
+    wide = rows.to(WIDENED.get(rows.dtype, rows.dtype))
     return torch.nan_to_num(wide, 0.0, 0.0, 0.0).to(rows.dtype)

@@ -1,6 +1,8 @@
 """NonFiniteGuard: a token that is not finite is known wherever its slot of the KV cache is read."""
 
+import pytest
 import torch
+from emulated import emulated
 from torch import Tensor
 
 from hpu.layers.metadata import (
@@ -135,12 +137,15 @@ def test_a_text_ends_whole() -> None:
     assert ended(guard(), hidden(2, 3, (0, 1), (1, 2)), inputs) == [[True] * 3, [False] * 3]
 
 
-def test_heads_are_zeroed_and_their_tokens_told() -> None:
-    heads = torch.ones(1, 3, 2, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_heads_are_zeroed_on_a_card_and_their_tokens_told(dtype: torch.dtype) -> None:
+    heads = torch.ones(1, 3, 2, 2, dtype=dtype)
     heads[0, 0, 1, 0], heads[0, 2, 0, 1] = NAN, INF
 
-    found, tokens = zeroed(heads)
+    with emulated(strict=True):
+        found, tokens = (tensor.cpu() for tensor in zeroed(heads.to("hpu")))
 
+    assert found.dtype == dtype
     assert tokens.tolist() == [[True, False, True]]
     assert found[0, 0].tolist() == [[1, 1], [0, 1]]
     assert found[0, 2].tolist() == [[1, 0], [1, 1]]
