@@ -53,30 +53,48 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 """Keywords that the library does not support, with the values that have no effect."""
 DRAFT_3_KEYWORDS = ("extends", "disallow", "divisibleBy")
 """Keywords that the library ignores like unknown keywords."""
-_PLAIN: tuple[tuple[str, str], ...] = (
-    (r'Unimplemented keys: \["(\w+)"\]', r"\1 cannot be enforced; leave it out"),
-    (r"Unimplemented keys: \[(.+)\]", r"\1 cannot be enforced; leave them out"),
-    (r"Unknown format: (.+)", r"format '\1' cannot be enforced; use pattern, or leave it out"),
+_PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
     (
-        r"min/maxProperties only supported .*",
+        re.compile(r'Unimplemented keys: \["(\w+)"\]', re.DOTALL),
+        r"\1 cannot be enforced; leave it out",
+    ),
+    (
+        re.compile(r"Unimplemented keys: \[(.+)\]", re.DOTALL),
+        r"\1 cannot be enforced; leave them out",
+    ),
+    (
+        re.compile(r"Unknown format: (.+)", re.DOTALL),
+        r"format '\1' cannot be enforced; use pattern, or leave it out",
+    ),
+    (
+        re.compile(r"min/maxProperties only supported .*", re.DOTALL),
         "minProperties and maxProperties cannot be enforced with optional properties; list all "
         "properties in required",
     ),
-    (r"(?:Anchor|Pointer) '(.*)' does not exist", r"$ref '#\1' must name a part of this schema"),
     (
-        r"Resource '(.*)' is not present .*",
-        r"$ref '\1' is outside of this schema; copy its target to $defs",
+        re.compile(r"(?:Anchor|Pointer) '(.*)' does not exist", re.DOTALL),
+        r"$ref '#\1' must name a part of this schema",
     ),
-    (r"Unsatisfiable schema: (.+)", r"it must allow a value: \1"),
-    (r"invalid multiple of", "multipleOf must be greater than 0"),
-    (r"Expected array for '(\w+)', got (.+)", r"\1 is \2, it must be a list"),
-    (r"Expected f64 for '(\w+)', got (.+)", r"\1 is \2, it must be a number"),
     (
-        r"Expected (?:u64|positive integer) for '(\w+)', got (.+)",
+        re.compile(r"Resource '(.*)' is not present .*", re.DOTALL),
+        r"$ref '\1' must be in this schema; copy its target to $defs",
+    ),
+    (re.compile(r"Unsatisfiable schema: (.+)", re.DOTALL), r"it must allow a value: \1"),
+    (re.compile(r"invalid multiple of", re.DOTALL), "multipleOf must be greater than 0"),
+    (
+        re.compile(r"Expected array for '(\w+)', got (.+)", re.DOTALL),
+        r"\1 is \2, it must be a list",
+    ),
+    (
+        re.compile(r"Expected f64 for '(\w+)', got (.+)", re.DOTALL),
+        r"\1 is \2, it must be a number",
+    ),
+    (
+        re.compile(r"Expected (?:u64|positive integer) for '(\w+)', got (.+)", re.DOTALL),
         r"\1 is \2, it must be an integer of at least 0",
     ),
-    (r"Expected (\w+) for '(\w+)', got (.+)", r"\2 is \3, it must be a \1"),
-    (r"(\w+) must be an array", r"\1 must be a list"),
+    (re.compile(r"Expected (\w+) for '(\w+)', got (.+)", re.DOTALL), r"\2 is \3, it must be a \1"),
+    (re.compile(r"(\w+) must be an array", re.DOTALL), r"\1 must be a list"),
 )
 """The library's messages about a schema, and ours."""
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
@@ -95,7 +113,7 @@ def prepare_schema(schema: Any) -> Any:
 def plain_reason(message: str) -> str:
     """The library's `message` about a schema in our words, with what to change."""
     for pattern, ours in _PLAIN:
-        if found := re.fullmatch(pattern, message, re.DOTALL):
+        if found := pattern.fullmatch(message):
             return found.expand(ours)
     return message
 

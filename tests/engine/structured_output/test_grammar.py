@@ -101,7 +101,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused(vocabulary: Vocabulary, sch
         ({"json": {"format": "binary"}}, "format 'binary' cannot be enforced; use pattern"),
         ({"json": {"$ref": "#/$defs/a"}}, "$ref '#/$defs/a' must name a part of this schema"),
         ({"json": {"minLength": -1}}, "minLength is -1, it must be an integer of at least 0"),
-        ({"json": {"minimum": 2, "maximum": 1}}, "it must allow a value: minimum (2) is greater"),
+        ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "it must allow a value"),
         ({"grammar": "start: B"}, 'line 1, column 8: unknown name: "B"'),
     ],
 )

@@ -203,7 +203,7 @@ async def test_an_image_that_does_not_fit_the_context_is_told_in_tokens(rig: Rig
         ({"type": "image_url"}, "it must have an image_url with a url, or a uuid"),
         ({"type": "image_url", "image_url": 5}, "it must have an image_url with a url, or a uuid"),
         (part(detail="x"), "detail 'x', it must be one of auto, low, high"),
-        (part(uuid=5), "a uuid that is no string"),
+        (part(uuid=5), "a uuid that must be a string"),
         (
             {"type": "file", "file": {"file_id": "f"}},
             "takes content of type text, image_url and vi",

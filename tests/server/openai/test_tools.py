@@ -526,7 +526,7 @@ async def test_tools_and_earlier_parts_of_other_servers_are_ignored_and_named(ro
             {"tools": [NOW], "tool_choice": {"type": "function", "function": {}}},
             {},
             "tool_choice",
-            "name a function",
+            "names a function",
         ),
         (
             {"tools": [NOW], "tool_choice": "required", "guided_regex": "a"},
