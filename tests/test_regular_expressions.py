@@ -35,6 +35,10 @@ VARIABLE = {
     ("server/offline/calibration.py", "pattern"),
     ("hpu/doctor/errors.py", "pattern"),
     ("config/loading/cards.py", """ rf"{prefix}\\d+" """),
+    ("config/loading/reference.py", """ rf"(VLLM_\\w+_BUCKET)_({'|'.join(_LIMITS)})" """),
+    ("config/server.py", """ rf"{_PAIR}(?:,{_PAIR})*" """),
+    # The folder of the model, escaped.
+    ("server/cli/start.py", """ rf"{re.escape(folder)}(?![\\w/.-])" """),
     # Patterns in the code of the installed transformers.
     ("hpu/models/transformers_weights.py", "target"),
     ("hpu/models/transformers_weights.py", "pattern"),

@@ -68,7 +68,7 @@ def media_source(part: Mapping[str, Any], where: str, param: str = "messages") -
     if not given and uuid:
         return MediaSource(where, uuid=uuid, kind=kind)
     if not isinstance(given, str) or not given:
-        raise bad(f"has type {part['type']!r}, it must have an {fields[0]} with a url, or a uuid")
+        raise bad(f"has type {part['type']!r}, it must have {fields[0]} with a url, or a uuid")
     return MediaSource(where, given, uuid=uuid or "", kind=kind)
 
 

@@ -3,7 +3,7 @@
 import { ApiError, hasKey } from "./api.js";
 import { hint, putContent, setStreaming, setUpComposer, showFailure, takeContent } from "./composer.js";
 import { drawList, setUpList } from "./conversation_list.js";
-import { button, byId, copy, element } from "./dom.js";
+import { button, byId, copy, element, paced } from "./dom.js";
 import { AnswerView, questionView, textOf } from "./message_view.js";
 import { repeats } from "./repetition.js";
 import { chatBody, completeCalls, fitToContext } from "./request_body.js";
@@ -25,9 +25,6 @@ const EXAMPLES = [
 ];
 const DEMO = "demo";
 const MAX_TITLE = 60;
-const REDRAW_MS = 30;
-// Drawing takes at most a sixth of the time, however long the answer is.
-const REDRAW_COST = 5;
 
 const replacement = new UndoLine("replaced");
 let chat = newChat();
@@ -158,21 +155,6 @@ function words(error) {
   if (!(error instanceof ApiError)) return error.message;
   if (error.status === 401) refuseKey(hasKey());
   return (error.status === 503 && server.status === "starting" && trouble()) || error.message;
-}
-
-// Calls `act` soon, and leaves time between two calls.
-function paced(act) {
-  let isDue = false, cost = 0;
-  return () => {
-    if (isDue) return;
-    isDue = true;
-    setTimeout(() => {
-      isDue = false;
-      const start = performance.now();
-      act();
-      cost = performance.now() - start;
-    }, Math.max(REDRAW_MS, REDRAW_COST * cost));
-  };
 }
 
 function keep(kept) {

@@ -1,5 +1,9 @@
 // Elements by id, and new elements. Text is always set as text: no string becomes markup here.
 
+const REDRAW_MS = 30;
+// Drawing takes at most a sixth of the time, however long the answer is.
+const REDRAW_COST = 5;
+
 export const byId = (id) => document.getElementById(id);
 
 export function element(tag, text = "", classes = "", attributes = {}) {
@@ -50,4 +54,19 @@ function showText(text) {
   document.body.append(dialog);
   dialog.showModal();
   area.select();
+}
+
+// Calls `act` soon, and leaves time between two calls.
+export function paced(act) {
+  let isDue = false, cost = 0;
+  return () => {
+    if (isDue) return;
+    isDue = true;
+    setTimeout(() => {
+      isDue = false;
+      const start = performance.now();
+      act();
+      cost = performance.now() - start;
+    }, Math.max(REDRAW_MS, REDRAW_COST * cost));
+  };
 }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from event_server import EventServer
 
-from config.errors import ConfigError
+from config.errors import CommandFailed, ConfigError
 from server.cli.bench.command import main
 from server.cli.bench.openai import OpenAIServer, Outcome
 from server.cli.bench.report import as_text, distribution, summarise
@@ -412,7 +412,7 @@ def test_a_port_without_a_server_is_named() -> None:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
 
-        with pytest.raises(ConfigError, match=f"^no server answers at {url}: start the server"):
+        with pytest.raises(CommandFailed, match=f"^no server answers at {url}: start the server"):
             main(["--base-url", url])
 
 

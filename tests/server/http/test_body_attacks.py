@@ -100,7 +100,7 @@ async def test_lists_within_their_limits_are_taken() -> None:
 
     assert ok.status_code == 200, ok.text
     assert long.json()["error"]["message"] == (
-        f"bad_words: it has {MAX_STRINGS + 1} entries, at most {MAX_STRINGS} are taken"
+        f"bad_words has {MAX_STRINGS + 1} entries, at most {MAX_STRINGS} are taken"
     )
 
 

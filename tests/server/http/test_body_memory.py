@@ -115,6 +115,7 @@ BODIES: dict[str, Case] = {
     "path of an adapter": Case("/v1/load_lora_adapter", {"lora_name": LONG, "lora_path": "a"}),
     "name of an adapter": Case("/v1/unload_lora_adapter", {"lora_name": LONG}, status=404),
     "text to embed": Case("/v1/embeddings", {"input": LONG}),
+    "text to embed in Cohere's form": Case("/v2/embed", {"texts": [LONG]}),
     "text to pool": Case("/pooling", {"input": LONG}),
     "text to classify": Case("/classify", {"input": LONG}),
     "texts to score": Case("/score", {"text_1": LONG, "text_2": LONG}),
@@ -143,7 +144,7 @@ async def assert_freed() -> None:
 
 
 POOLING = {
-    "/v1/embeddings": "embed",
+    **dict.fromkeys(("/v1/embeddings", "/v2/embed"), "embed"),
     "/pooling": "embed",
     "/classify": "classify",
     **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), "score"),

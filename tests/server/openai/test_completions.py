@@ -228,7 +228,7 @@ async def test_the_likeliest_of_all_that_were_drawn_are_answered_and_all_are_cou
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"n": 3, "best_of": 2}, "best_of is 2, it must be at least n, which is 3"),
+        ({"n": 3, "best_of": 2}, "best_of is 2, it must be between 3 (n) and 128"),
         ({"best_of": 2, "stream": True}, "with stream it must be n, which is 1"),
         ({"best_of": 2, "use_beam_search": True}, "with use_beam_search it must be n, which is 1"),
     ],

@@ -199,9 +199,9 @@ async def test_an_image_that_does_not_fit_the_context_is_told_in_tokens(rig: Rig
         (part("http://example.com/a.png"), "it must be a data: or https: URL"),
         (part("https://example.com/a.png"), "--allowed-media-domains"),
         (part("file:///etc/passwd"), "reads no files"),
-        (part(""), "it must have an image_url with a url, or a uuid"),
-        ({"type": "image_url"}, "it must have an image_url with a url, or a uuid"),
-        ({"type": "image_url", "image_url": 5}, "it must have an image_url with a url, or a uuid"),
+        (part(""), "it must have image_url with a url, or a uuid"),
+        ({"type": "image_url"}, "it must have image_url with a url, or a uuid"),
+        ({"type": "image_url", "image_url": 5}, "it must have image_url with a url, or a uuid"),
         (part(detail="x"), "detail 'x', it must be one of auto, low, high"),
         (part(uuid=5), "a uuid that must be a string"),
         (

@@ -162,8 +162,8 @@ async def test_the_text_of_a_user_never_becomes_a_video(said: str, rig: Rig) -> 
         (video("https://example.com/a.mp4"), "fetches no videos: send a data: URL, or start it"),
         (video("https://example.com/a.mp4"), "--allowed-media-domains"),
         (video("file:///etc/passwd"), "--allowed-local-media-path"),
-        ({"type": "video_url", "video_url": 5}, "no video_url with a url"),
-        ({"type": "video_url"}, "no video_url with a url"),
+        ({"type": "video_url", "video_url": 5}, "it must have video_url with a url, or a uuid"),
+        ({"type": "video_url"}, "it must have video_url with a url, or a uuid"),
     ],
 )
 async def test_a_wrong_video_is_refused_and_the_reason_told(

@@ -123,7 +123,10 @@ def test_the_model_s_own_prompt_goes_before_a_text_and_may_be_left_out_of_the_po
 
 @pytest.mark.parametrize(
     ("lists", "words"),
-    [([[1], []], r"input\[1\] holds 0"), ([[1], [99]], r"input\[1\] has token id 99, .* 0 to 14")],
+    [
+        ([[1], []], r"input\[1\] has 0 token ids, .* at least 1"),
+        ([[1], [99]], r"input\[1\] has token id 99, .* between 0 and 14"),
+    ],
 )
 def test_token_ids_are_checked(lists: list[list[int]], words: str) -> None:
     with pytest.raises(UserError, match=words):
