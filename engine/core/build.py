@@ -14,6 +14,7 @@ from engine.scheduling.fair_queue import make_waiting_queue
 from engine.scheduling.launch_packer import LaunchPacker
 from engine.scheduling.lora_slots import LoRASlots
 from engine.scheduling.pooling_scheduler import PoolingScheduler
+from engine.scheduling.resource import RequestResource
 from engine.scheduling.scheduler import LaunchFacts, Scheduler
 from engine.stats import StepStats
 from hpu.bucketing.bucket_table import BucketTable
@@ -56,11 +57,15 @@ def build_core(
         whole_images=ready.whole_images,
         request_tiles=ready.request_tiles,
     )
+    # A step costs no call for a resource that no request can have.
+    resources: list[RequestResource] = [lora] if lora.is_enabled else []
+    if encoder.max_tokens:
+        resources.append(encoder)
     waiting = make_waiting_queue(config.scheduler, lora)
     scheduler: Scheduler | PoolingScheduler
     if ready.pooling is not None:
         scheduler = PoolingScheduler(
-            config.scheduler, waiting, ready.pooling, packer, max_tokens, (lora,)
+            config.scheduler, waiting, ready.pooling, packer, max_tokens, resources
         )
     else:
         facts = LaunchFacts(
@@ -69,7 +74,7 @@ def build_core(
             ready.max_tokens_per_step,
             config.execution.defrag_threshold,
         )
-        scheduler = Scheduler(config.scheduler, waiting, kv, packer, stats, (lora, encoder), facts)
+        scheduler = Scheduler(config.scheduler, waiting, kv, packer, stats, resources, facts)
     parts = CoreParts(table, packer, kv, lora, encoder, scheduler, stats, sync)
     for info in adapters:
         lora.register(info)

@@ -548,7 +548,8 @@ class EngineCore:
         output = self._inflight.popleft()
         assert output.plan is not None, f"step {output.step} was never submitted"
         now = self._clock()
-        self._drop_corrupt(self._offload.on_loaded(output.step, result.corrupt_loads))
+        if self._offload.is_enabled:
+            self._drop_corrupt(self._offload.on_loaded(output.step, result.corrupt_loads))
         finished = self._outputs.process(output, result, now)
         self._scheduler.finish_requests(finished)
         for request in finished:
@@ -564,10 +565,11 @@ class EngineCore:
         if output.num_tokens or not self._sync.is_coupled:
             self._stats.count_step(self._outputs.num_step_tokens, phases, result.seconds)
             self._has_output = True
-        num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
-        num_tokens += sum(num_cached for _, num_cached in output.started)
-        has_waiting = len(self._scheduler.waiting) > 0
-        self._prefill_rate.observe(num_tokens, now, has_waiting=has_waiting)
+        if self._reports_rate:
+            num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
+            num_tokens += sum(num_cached for _, num_cached in output.started)
+            has_waiting = len(self._scheduler.waiting) > 0
+            self._prefill_rate.observe(num_tokens, now, has_waiting=has_waiting)
         if result.counters:
             compiled = self._stats.num_compiled
             self._stats.update_counters(result.counters)

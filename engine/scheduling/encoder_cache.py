@@ -236,7 +236,9 @@ class EncoderCacheManager(RequestResource):
 
     @property
     def gauges(self) -> dict[str, int]:
-        """EngineStats fields about images."""
+        """EngineStats fields about images; empty if the model takes no images."""
+        if not self.max_tokens:
+            return {}
         return {
             "encoder_cache_tokens": self._num_tokens,
             "encoder_cache_queries": self.num_queries,
