@@ -333,7 +333,7 @@ async def test_a_scrape_takes_less_than_10_ms() -> None:
         await rig.complete()
         took = []
         # Other tests use the same cores: one undisturbed scrape is enough.
-        while len(took) < 200 and min(took, default=1.0) >= 0.010:
+        while len(took) < 1000 and min(took, default=1.0) >= 0.010:
             begun = time.perf_counter()
             rig.state.metrics.page(OPEN["accept"])
             took.append(time.perf_counter() - begun)
