@@ -176,7 +176,7 @@ def value_text(value: object) -> str:
     return f"{value!r:.{MAX_SHOWN_CHARACTERS}}"
 
 
-def wrong_field(holder: Mapping[str, object], field: str, where: str, wanted: str) -> str:
+def wrong_field(parent: Mapping[str, object], field: str, where: str, wanted: str) -> str:
     """The message about a field of the object at `where` that is missing or has a wrong value."""
-    found = f"is {value_text(holder[field])}" if field in holder else "is missing"
+    found = f"is {value_text(parent[field])}" if field in parent else "is missing"
     return f"{where}.{field} {found}, it must be {wanted}"

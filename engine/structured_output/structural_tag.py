@@ -192,19 +192,19 @@ def _quoted(text: str) -> str:
 
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _error(f"it has {value!r:.40} where an object must stand")
+        raise _error(f"it has {value!r:.40} in place of an object")
     return value
 
 
-def _list(holder: Mapping[str, Any], name: str) -> list[Any]:
-    value = holder.get(name)
+def _list(parent: Mapping[str, Any], name: str) -> list[Any]:
+    value = parent.get(name)
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_TAGS:
         raise _error(f"{name} must be a list of 1 to {MAX_TAGS} entries")
     return value
 
 
-def _string(holder: Mapping[str, Any], name: str) -> str:
-    value = holder.get(name)
+def _string(parent: Mapping[str, Any], name: str) -> str:
+    value = parent.get(name)
     if not isinstance(value, str):
         raise _error(f"{name} is {value!r:.40}, it must be a string")
     return value

@@ -74,7 +74,7 @@ def test_errors_and_the_exit_status_of_the_command_are_passed_on() -> None:
         ),
         ("  Downloading uvicorn-0.54.0-py3-none-any.whl (1 MB)", "downloading uvicorn"),
         ("  Using cached h11-0.16.0-py3-none-any.whl", "reading h11"),
-        ("Obtaining file:///work/main", "reading file:///work/main"),
+        ("Obtaining file:///home/user/gaudiserve", "reading file:///home/user/gaudiserve"),
         (
             "Installing collected packages: sortedcontainers, mpmath, uvloop",
             "installing 3 packages",

@@ -42,13 +42,15 @@ def test_dtypes_outside_of_the_bridges_list_fall_back(name: str) -> None:
 
 
 def test_dtypes_of_the_bridges_list_run_on_the_card() -> None:
-    with emulated(strict=True):
+    with emulated(strict=True) as card:
         _ones(torch.float32).nan_to_num()
         _ones(torch.bool).sum()
         _ones(torch.int16).roll(1)
         torch.nn.functional.pad(_ones(torch.int16), (0, 1))
         _ones(torch.int32) // 2
         _ones(torch.float16, 2, 2) @ _ones(torch.float16, 2, 2)
+
+        assert card.counters.fallback_ops == {}
 
 
 @pytest.mark.parametrize(("lazy", "fallbacks"), [(True, 0), (False, 1)])
