@@ -36,7 +36,8 @@ def commands() -> list[tuple[str, list[str], str]]:
 
 
 def config_70b(config: str) -> str:
-    """config.json of the 70B model, which the page describes as changes to that of the 8B."""
+    """config.json of the 70B model, which the page describes as changes to the 8B model's
+    config.json."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672}
     heads = {"num_hidden_layers": 80, "num_attention_heads": 64}
     return json.dumps({**json.loads(config), **sizes, **heads})

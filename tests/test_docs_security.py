@@ -1,4 +1,4 @@
-"""The limits in docs/security.md equal those of the code."""
+"""The limits in docs/security.md equal the limits in the code."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""The house rules that a reader of one file cannot see: floors, circles, ownership of our names."""
+"""The house rules that a reader of a single file cannot see: floors, circles, ownership of our
+names."""
 
 import ast
 import sys
@@ -61,7 +62,7 @@ EXCEPTIONS = {
 
 RESERVED = {
     "engine.client.inproc": ("server.offline", "engine"),
-    # Models and layers know no kernel library: the back end replaces what it can do better.
+    # Models and layers know no kernel library; the back end replaces their operations.
     "hpu.native": ("hpu.native", "hpu.backends.cpu", "hpu.backends.select"),
 }
 """Modules, and the only ones of ours that may import them or what lies below them."""
@@ -75,14 +76,14 @@ INSIDE_HPU = {
         *("hpu.distributed", "hpu.model_loader"),
     ),
 }
-"""Models, and what they are made of, know no back end, no kernel library, no runner: these parts of
-hpu/ may import only such others of it."""
+"""Models and their parts know no back end, no kernel library, no runner. These parts of hpu/ may
+import only the listed parts."""
 
 ONE_WAY = ("server", "engine", "hpu", "config")
 """Floors whose folders import each other in one direction only."""
 
 TWO_WAY = {
-    # registry.py chooses the method of built layers, which hold an unquantized one by default.
+    # registry.py chooses the method of built layers, which hold an unquantized method by default.
     ("hpu.quantization", "hpu.layers"),
     # For the same choice it asks whether the CPU has a packed product.
     ("hpu.quantization", "hpu.ops"),
@@ -258,7 +259,7 @@ def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 @pytest.mark.parametrize("floor", ONE_WAY)
 def test_no_circle_of_folders(floor: str) -> None:
-    # A file that lies beside folders counts as one.
+    # A file that lies beside folders counts as a folder.
     parents = {module.rpartition(".")[0].rpartition(".")[0] for module in FILES}
     folders = {
         module: module if module.rpartition(".")[0] in parents else module.rpartition(".")[0]

@@ -1,6 +1,6 @@
 """Intel Neural Compressor itself, on the emulated card: measure, quantize, serve.
 
-The compressor binds the card when it is imported, and is imported anew for each one.
+The compressor binds the card at import, so each card gets a fresh import.
 """
 
 import json
@@ -144,7 +144,8 @@ def served(
 
 
 def logprobs(folder: Path, **flags: Any) -> torch.Tensor:
-    """Of the tokens of a prompt in chunks, the later ones over its cached context."""
+    """Log-probabilities of a prompt's tokens; the prompt is read in chunks, each over the cached
+    context."""
     with LLM(
         str(folder),
         device="hpu-emulator",
@@ -180,7 +181,7 @@ def test_every_module_that_a_launch_calls_is_measured_under_its_name_in_vllm(
 
 
 def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """As FP8 of a Gaudi 2 has it."""
+    """`x` rounded to FP8 of a Gaudi 2, which ends at 240."""
     codes = (x / scale).clamp(-240, 240).to(torch.float8_e4m3fn)
     return codes.float() * scale
 
@@ -250,7 +251,7 @@ def of_two_and_four_layers(folder: Path) -> list[Path]:
 def test_layers_of_a_kind_share_their_recipes(tmp_path: Path) -> None:
     small, large = of_two_and_four_layers(tmp_path)
 
-    # Of an embedding, a layer and a head; weights are moved one by one.
+    # The recipes of an embedding, a layer and a head; weights are moved separately.
     recipes = [served(item, measure(item, item / "measured"))[1] for item in (small, large)]
     assert recipes[0] == recipes[1]
 
@@ -285,7 +286,7 @@ def test_dynamic_scales_are_of_each_token_and_of_each_output(
         for name in names:
             weight = weights[name].bfloat16().float()
             x = torch.randn(3, 5, weight.shape[1]).bfloat16()
-            # Of tokens of different sizes.
+            # The tokens have different sizes.
             x *= torch.logspace(-3, 3, 5).bfloat16().unsqueeze(1)
             operands = []
             for operand in (x.float(), weight):
@@ -311,7 +312,7 @@ def test_dynamic_scales_are_near_bfloat16_and_share_recipes(
     llama: Path, dynamic: Path, tmp_path: Path
 ) -> None:
     found = logprobs(llama, quantization="inc", quant_config=str(dynamic))
-    # As static ones: each operand has four significant bits.
+    # The bound of static scales: each operand has four significant bits.
     assert 0.01 < relative(found, logprobs(llama)) < 0.3
 
     recipes = [served(folder, dynamic)[1] for folder in of_two_and_four_layers(tmp_path)]

@@ -23,7 +23,7 @@ RENAMED = {
 KEYS = {flag.key for flag in FLAGS if "-" in flag.key}
 FIELDS = {key.replace("-", "_") for key in KEYS}
 OF_FILES = {"chat_template"}
-"""Also a field of tokenizer_config.json."""
+"""Fields of tokenizer_config.json with the name of a flag."""
 
 
 def error_texts(file: Path) -> Iterator[tuple[int, str]]:

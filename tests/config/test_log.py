@@ -81,7 +81,7 @@ def test_text_from_outside_ends_no_line_and_reaches_no_terminal(
 
     root = logging.getLogger()
     with monkeypatch.context() as without_pytest:
-        # What pytest captures must be UTF-8 to go from a test process to the one that reports.
+        # pytest sends its captured log from a test process to the reporting process, as UTF-8.
         ours = [
             handler for handler in root.handlers if type(handler).__module__ != "_pytest.logging"
         ]
@@ -178,7 +178,7 @@ def test_libraries_that_reset_their_levels_log_no_less_than_warnings(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.setup("engine", log.LogConfig("debug"))
-    # As an import of torch leaves its logger if it is interrupted.
+    # The state of torch's logger after an interrupted import.
     torch_logger = logging.getLogger("torch")
     monkeypatch.setattr(torch_logger, "propagate", True)
     monkeypatch.setattr(torch_logger, "handlers", [])

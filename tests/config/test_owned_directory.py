@@ -87,7 +87,7 @@ def test_two_in_one_process_do_not_remove_each_other(tmp_path: Path) -> None:
 
 
 def test_many_starts_at_once_each_keep_their_own(tmp_path: Path) -> None:
-    """Each may see another one between its directory, its file and its lock."""
+    """A thread may see another thread's directory before its file and its lock exist."""
     made: list[OwnedDirectory] = []
     barrier = threading.Barrier(8)
 

@@ -1,4 +1,4 @@
-"""Traffic files: three formats, and what a wrong line is told."""
+"""Traffic files: three formats, and the error of a wrong line."""
 
 from pathlib import Path
 

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default:::torch"),
 ]
 
-# 26 blocks hold little more than one context: requests of up to 100 tokens are preempted.
+# 26 blocks hold little more than a single context: requests of up to 100 tokens are preempted.
 FEW_BLOCKS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 144,

@@ -133,7 +133,7 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """After a load on the server that it scrapes, which goes on with one request a second."""
+    """A Prometheus that has scraped a server under load. The load goes on at a request a second."""
     folder = tmp_path_factory.mktemp("prometheus")
     model = str(make_tiny("llama", folder / "tiny"))
     with running(model, folder / "log", "--served-model-name=tiny", "--max-num-seqs=2") as live:

@@ -1,4 +1,5 @@
-"""Commands and manifests of docs/deployment.md. test_docs.py runs those of gaudiserve itself."""
+"""Commands and manifests of docs/deployment.md. test_docs.py runs the commands of gaudiserve
+itself."""
 
 import re
 import shlex

@@ -23,7 +23,7 @@ def source(tmp_path: Path) -> Path:
     """The tree that `COPY . .` copies."""
     skipped = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     names = [name.removeprefix("**/") for name in skipped]
-    # Of machines that run tests.
+    # Folders that only machines with a development environment have.
     names += [".venv*", "node_modules", "build", "*.egg-info"]
     return Path(shutil.copytree(ROOT, tmp_path / "src", ignore=shutil.ignore_patterns(*names)))
 

@@ -29,7 +29,7 @@ PODS = [
     for document in documents(path.read_text(encoding="utf-8"))
     for template in pod_templates(document)
 ]
-"""Those of patches, too, which have some of the fields."""
+"""All pod templates, including patches, which have only some of the fields."""
 WHOLE = [(path, template) for path, template in PODS if "volumes" in template["spec"]]
 WITH_API = [
     (path, template)
@@ -290,7 +290,7 @@ def test_metrics_that_autoscalers_and_pickers_read_are_served() -> None:
     )
     named = set(re.findall(r"(?:vllm|gaudiserve):\w+", text))
 
-    # Those of adapters are there with --enable-lora only.
+    # A server has the metrics of adapters only with --enable-lora.
     assert named - {"vllm:lora_requests_info", "gaudiserve:hpu"} <= served
     assert {"vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"} <= named
 

@@ -192,7 +192,7 @@ def clone(tmp_path: Path) -> Path:
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "deploy").symlink_to(ROOT / "deploy")
-    # -S: without the packages of this environment, of which torch is one.
+    # -S hides the packages of this environment, which include torch.
     python = f'#!/bin/sh\ncase $1 in deploy/*) exec {sys.executable} -S "$@";; esac\n'
     _write_program(tmp_path / ".venv" / "bin" / "python", python + 'echo "$@" >> calls\n')
     _write_program(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\necho GPU 0: NVIDIA H200\n")

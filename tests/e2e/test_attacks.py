@@ -21,7 +21,7 @@ ATTEMPTS = 3
 """A machine shared with other work may pause for a tenth of a second by itself."""
 
 LEFT_BYTES = 50 * 2**20
-"""Of all bodies together, once what they took has been given back."""
+"""Growth that is allowed for all bodies together, after their memory has been returned."""
 SETTLE_S = 15.0
 NUM_CONNECTIONS = 10_000
 CONNECTIONS_LEFT_BYTES = 64 * 2**20

@@ -1,4 +1,4 @@
-"""Fifty concurrent requests get the same answers as when they run one by one."""
+"""Fifty concurrent requests get the answers that they get alone."""
 
 import asyncio
 import json

@@ -30,7 +30,7 @@ SEARCHES = [
     (8, 16, 0.6),
 ]
 MANY_ENDS = [EOS, *range(10, 120, 10)]
-"""So many end tokens that some beams finish early and have to be outscored."""
+"""End tokens; there are enough of them that some beams finish early and must be outscored."""
 
 
 def transformers_beam_search(

@@ -1,4 +1,4 @@
-"""benchmarks/compare.py with a real server, and with one that does not start."""
+"""benchmarks/compare.py with a real server, and with a server that does not start."""
 
 import json
 import shlex

@@ -43,7 +43,7 @@ def wait_for(check: Callable[[], bool], timeout_s: float) -> None:
 
 
 def series(live: LiveServer, name: str) -> dict[str, float]:
-    """The samples of one metric, by their labels."""
+    """The samples of a metric by their labels."""
     lines = live.ask("/metrics").text.splitlines()
     found = (line.rsplit(" ", 1) for line in lines if line.startswith(f"{name}{{"))
     return {labels.removeprefix(name): float(value) for labels, value in found}

@@ -17,7 +17,7 @@ VOCAB, NUM_DRAWS, ROUND = 9, 20_000, 2_000
 PROMPT = [5, 2, 7, 5, 1]
 TEMPERATURE = 2.0
 MAX_CHI_SQUARE = 133.0
-"""Of 80 degrees of freedom: exceeded by chance once in ten thousand times."""
+"""Limit for 80 degrees of freedom: chance exceeds it once in ten thousand runs."""
 
 
 def expected_pairs(folder: Path) -> np.ndarray[Any, Any]:

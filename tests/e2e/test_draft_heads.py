@@ -1,5 +1,5 @@
-"""Heads that draft from the target's hidden states: their drafts are those of dense code, and no
-token changes; with chunks, prefix hits, preemptions, and requests that come and go."""
+"""Heads that draft from the target's hidden states: their drafts equal dense code, and no token
+changes; with chunks, prefix hits, preemptions, and requests that come and go."""
 
 import itertools
 from pathlib import Path
@@ -90,8 +90,8 @@ def test_drafts_are_those_of_dense_code_and_change_no_token(
     assert choices(outputs) == choices(plain)
     assert stats.preemptions > 0
     assert stats.spec_decode["num_draft_tokens"] > 100
-    # The head's last position in a block has the token that follows: sequences that share a block
-    # and go on differently (n = 3, and prompts with one prefix) write theirs over each other.
+    # The head's last position in a block holds the next token. Sequences that share a block and
+    # then differ (n = 3, prompts with a common prefix) overwrite each other's next token.
     assert wrong <= (kept // 4 if method in CACHED else 0)
 
 

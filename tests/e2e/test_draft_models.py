@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the same vocabulary, and otherwise unlike `folder`: its drafts are wrong."""
+    """A model with the vocabulary of `folder` and different weights: its drafts are wrong."""
     folder = tmp_path_factory.mktemp("other")
     return make_tiny("qwen3", folder, hidden_size=32, num_hidden_layers=1)
 

@@ -1,5 +1,5 @@
-"""Draft models and heads on the strict emulated card: answers are the CPU's without speculation,
-nothing is compiled after the warm-up, and the drafts are those of dense code."""
+"""Draft models and heads on the strict emulated card: answers equal the CPU's without speculation,
+nothing is compiled after the warm-up, and the drafts equal dense code."""
 
 import random
 import re
@@ -130,7 +130,7 @@ def test_a_head_on_a_card_drafts_what_dense_code_does(
     assert found == expected
     wrong = [tensor for tensor in kept if tensor[1] != draft(tensor[0], len(tensor[1]))]
     assert len(kept) > 50
-    # A block that two sequences share has the token behind it of one of them.
+    # A block that two sequences share holds the next token of only one sequence.
     has_cache = method in ("eagle", "eagle3", "mtp")
     assert len(wrong) <= (len(kept) // 7 if has_cache else 0)
 

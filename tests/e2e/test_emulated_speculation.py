@@ -79,7 +79,7 @@ def run(folder: Path, count: int, **flags: Any) -> tuple[list[Any], EngineStats]
 
 
 def _rounded(logprobs: Any) -> list[Any]:
-    """Of each token; the last digits differ between devices."""
+    """The log-probabilities of each token, rounded: the last digits differ between devices."""
     return [
         {token: round(logprob.logprob, 2) for token, logprob in position.items()}
         for position in logprobs or ()

@@ -117,7 +117,7 @@ def joined(found: Any, more: Any) -> Any:
 
 
 def choices_of(text: str, *, stream: bool) -> list[dict[str, Any]]:
-    """The choices of an answer, those of a stream joined."""
+    """The choices of an answer. The chunks of a stream are joined."""
     if not stream:
         return [_plain(choice) for choice in json.loads(text)["choices"]]
     frames = [line.removeprefix("data: ") for line in text.split("\n\n") if line]

@@ -21,7 +21,8 @@ CARD = (
     "--decode-block-bucket-max=8",
 )
 REPEATS = {"tiny": 5, "demo": 25}
-"""In the longer question, a prompt of several chunks; the shorter one is of one chunk."""
+"""Repetitions in the longer question, a prompt of several chunks. The shorter prompt has a single
+chunk."""
 
 
 @pytest.fixture(params=["tiny", pytest.param("demo", marks=pytest.mark.slow)])
@@ -82,7 +83,7 @@ def test_the_emulated_card_gives_the_same_text_as_the_cpu(
     compiled = [line for line in metrics.splitlines() if 'stage="serving"' in line]
     assert all(line.endswith(" 0.0") for line in compiled), compiled
     assert "hpu_graphs" in metrics
-    # Whoever looks at it is told that there is no card.
+    # Every place that names the device says that the card is emulated.
     assert re.search(r'^hpu_info\{.*device="hpu-emulator"', metrics, re.MULTILINE)
     assert page["device"] == "hpu-emulator"
     assert " on hpu-emulator (float32)" in on_card.text()

@@ -23,7 +23,7 @@ from gaudiserve import LLM, RequestOutput
 NEW_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
-# 20 blocks hold little more than one context: six requests of up to 130 tokens are preempted.
+# 20 blocks hold little more than a single context: six requests of up to 130 tokens are preempted.
 FEW_BLOCKS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",

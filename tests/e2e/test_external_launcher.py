@@ -1,5 +1,5 @@
 """torchrun starts a process for each rank, and each has its own engine: all ranks give the tokens
-of one process, though requests arrive at different moments."""
+of a single process, though requests arrive at different moments."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Ten thousand requests of one API key at a time, beside a few of another one."""
+"""Ten thousand concurrent requests of an API key, beside a few requests of a second key."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ PROMPT_S = 2.0
 BURST_S = 15.0
 """In which one API server reads the requests of a flood, with what comes meanwhile in between."""
 BYTES_PER_REQUEST = 64 << 10
-"""Of all processes of the server, for a request that waits."""
+"""Memory of all server processes for each waiting request."""
 GROWTH_BYTES = 32 << 20
 """Between two floods."""
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -108,7 +108,7 @@ def values(live: LiveServer, *names: str) -> float:
 
 
 def resident_bytes(live: LiveServer) -> int:
-    """Of all processes of the server."""
+    """Resident bytes of all processes of the server."""
     pages = 0
     for pid in (live.pid, *children_of(live.pid)):
         pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])

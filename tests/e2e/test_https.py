@@ -38,7 +38,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 15) -> None:
 
 @contextlib.contextmanager
 def https_server(model: str, folder: Path, authority: trustme.CA) -> Iterator[LiveServer]:
-    """Below /gaudi, with the keys `key-1` and those of a file."""
+    """A server below /gaudi, with the key `key-1` and the keys of a file."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     authority.configure_trust(trusting)
     live = LiveServer(

@@ -1,4 +1,4 @@
-"""Costly pictures of one API key, beside another key and a client that only asks for the health."""
+"""Costly pictures of an API key, beside another key and a client that only asks for /health."""
 
 import base64
 import json

@@ -1,5 +1,5 @@
-"""Images with two ranks, each of which has the whole tower: the tokens of one, on the CPU and on
-emulated cards, whether each rank encodes all images or a part of them."""
+"""Images with two ranks that both have the whole tower: the tokens equal a single rank's, on the
+CPU and on emulated cards, whether each rank encodes all images or a part of them."""
 
 from pathlib import Path
 from typing import Any

@@ -108,8 +108,8 @@ def processed(folder: str, text: str, images: list[Image.Image]) -> dict[str, An
 
 
 def seen_by_layers(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:
-    """As the processor of Llama 3.2 Vision, but the token that begins a text, which the template
-    writes."""
+    """Inputs of Llama 3.2 Vision's processor, without the token that begins a text: the template
+    writes it."""
     ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"]
     if not images:
         return {"input_ids": ids}
@@ -130,7 +130,7 @@ def with_rows(folder: str, text: str, images: list[Image.Image]) -> dict[str, An
         return {"input_ids": tokenizer(text, return_tensors="pt")["input_ids"]}
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     inputs = dict(processor(images, return_tensors="pt"))
-    # As its processor, which counts the images of each conversation.
+    # The model's processor counts the images of each conversation.
     inputs["batch_num_images"] = torch.ones(len(images), dtype=torch.int64)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -351,7 +351,7 @@ def test_a_request_with_an_image_goes_on_behind_a_killed_engine(live: LiveServer
 
 
 def shared_folder(pid: int) -> Path:
-    """That of the daemon's files in shared memory, whose lock it holds."""
+    """The daemon's folder of files in shared memory; the daemon holds the folder's lock."""
     opened = (Path(os.readlink(path)) for path in Path(f"/proc/{pid}/fd").iterdir())
     (lock,) = (descriptor for descriptor in opened if descriptor.match("/dev/shm/gaudiserve-*/*"))
     return lock.parent

@@ -1,4 +1,4 @@
-"""A real embedding model, offline: its vectors equal those of sentence-transformers."""
+"""A real embedding model, offline: its vectors equal sentence-transformers' vectors."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Pipeline stages in processes of their own: the same tokens and log-probabilities as one worker,
+"""Pipeline stages in processes of their own: the tokens and log-probabilities of a single worker,
 alone and together with tensor parallelism, on the CPU and on the emulated card."""
 
 import os
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def answers(llm: LLM) -> list[RequestOutput]:
-    """Of every prompt with every kind of sampling."""
+    """The outputs of every prompt with every kind of sampling."""
     prompts = [prompt for prompt in PROMPTS for _ in SAMPLING]
     return llm.generate(prompts, SAMPLING * len(PROMPTS), use_tqdm=False)
 

@@ -1,5 +1,5 @@
-"""Speculation between pipeline stages: the last one accepts drafts, and the answers are those of
-one worker without."""
+"""Speculation between pipeline stages: the last stage accepts drafts, and the answers equal a
+single worker's without speculation."""
 
 import re
 from pathlib import Path
@@ -133,7 +133,7 @@ def test_a_head_on_the_last_stage_reads_hidden_states_of_all_stages(
     assert stats.preemptions > 0
     checked = kept[::7]
     assert len(checked) > 20
-    # As in tests/e2e/test_draft_heads.py: sequences that share a block and go on differently.
+    # Sequences that share a block and then differ: see tests/e2e/test_draft_heads.py.
     wrong = [item for item in checked if item[1] != draft(item[0], len(item[1]))]
     has_cache = method in ("eagle", "eagle3", "mtp")
     assert len(wrong) <= (len(checked) // 7 if has_cache else 0)

@@ -1,6 +1,5 @@
-"""A pod's life as the kubelet drives it, on the real daemon: probes, preStop, SIGTERM, SIGKILL. The
-probes, the flags and the pause are those of the deployment in deploy/kubernetes, with shorter
-times."""
+"""A pod's life as the kubelet drives it, on the real daemon: probes, preStop, SIGTERM, SIGKILL.
+Probes, flags and the pause come from the deployment in deploy/kubernetes, with shorter times."""
 
 import json
 import os
@@ -75,7 +74,7 @@ class Streamed(threading.Thread):
 
     @property
     def finish_reason(self) -> Any:
-        """That of the last chunk; the stream must have ended with [DONE]."""
+        """The finish reason in the last chunk of a stream, which must have ended with [DONE]."""
         assert self.events[-1] == "[DONE]"
         return json.loads(self.events[-2])["choices"][0]["finish_reason"]
 

@@ -1,5 +1,5 @@
 """Pooling models end to end: a server with the official SDK, LLM, and the examples of
-docs/pooling.md; vectors and scores equal those of transformers."""
+docs/pooling.md; vectors and scores equal transformers'."""
 
 import json
 import subprocess

@@ -66,7 +66,8 @@ async def until(check: Any, timeout_s: float = 60) -> None:
 
 
 async def killed_while(live: LiveServer, asks: list[Any], moments: list[float]) -> list[bytes]:
-    """The answers, while the engine is killed so many seconds after it was ready each time."""
+    """The answers to `asks`. The engine is killed once for each of `moments`: that many seconds
+    after it became ready."""
     answering = asyncio.ensure_future(answers_of(live, asks))
     for moment_s in moments:
         await until(lambda: live.ask("/ready").status_code == 200)
@@ -75,7 +76,7 @@ async def killed_while(live: LiveServer, asks: list[Any], moments: list[float]) 
             break
         before = restarts(live)
         os.kill(engine_of(live), signal.SIGKILL)
-        # The next one must not be mistaken for this.
+        # Wait for the restart, so that the next loop sees the new engine.
         await until(partial(has_more_restarts, live, before))
     return await answering
 

@@ -30,7 +30,7 @@ EARLY = 0.25
 ANSWER_TIMEOUT_S = 300
 READY_TIMEOUT_S = 60
 GROWTH_BYTES = 32 << 20
-"""Of the server's memory, between its first and its last round."""
+"""Allowed growth of the server's memory from its first round to its last."""
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 FLAGS = (
     *("--dtype=float32", "--max-model-len=1024", "--max-num-seqs=64", "--executor=mp"),
@@ -102,14 +102,14 @@ async def until(check: Any, answering: "asyncio.Future[Any]") -> None:
 
 
 async def kill_one(live: LiveServer, rng: random.Random, tally: Tally) -> None:
-    """Kill an engine, or one of its workers, and wait until it is gone."""
+    """Kill an engine or a worker, and wait until its engine has ended."""
     engine = rng.choice(engines_of(live))
     workers = workers_of(engine)
     victim = rng.choice([engine, workers[-1]]) if workers else engine
     os.kill(victim, signal.SIGKILL)
     tally.num_engines += victim == engine
     tally.num_workers += victim != engine
-    # An engine ends with its worker. The next one must not be mistaken for it.
+    # An engine ends with its worker. Wait, so that the next engine is not mistaken for it.
     end_s = time.monotonic() + READY_TIMEOUT_S
     while alive(engine):
         assert time.monotonic() < end_s

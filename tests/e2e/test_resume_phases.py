@@ -170,7 +170,7 @@ def test_adapters_go_on(tmp_path: Path) -> None:
         assert_same(found, expected)
         assert len({str(entry) for entry in expected}) == len(models)
         assert value(live, "gaudiserve:resumed_requests_total") == len(models)
-        # The one that was loaded at run time is served as before.
+        # The adapter that was loaded at run time is served as before.
         assert differences(content(live, bodies[2]), expected[2]) == []
 
 
@@ -189,7 +189,7 @@ def test_a_restart_on_the_emulated_card_compiles_nothing(tiny_model: str, tmp_pa
         assert_same(found, expected)
         assert value(live, "gaudiserve:engine_restarts_total") == before + 1
         content(live, body)
-        # The counters are those of the engine that runs.
+        # The counters belong to the running engine.
         assert value(live, misses) == 0, live.ask("/metrics").text
         assert value(live, "hpu_recipe_cache_lookups_total") > 0
 

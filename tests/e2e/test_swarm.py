@@ -1,4 +1,4 @@
-"""Two hundred clients of every kind, many of which disconnect: nothing leaks."""
+"""Two hundred clients of every kind, many with disconnects: nothing leaks."""
 
 import os
 import time

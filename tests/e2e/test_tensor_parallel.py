@@ -1,5 +1,5 @@
-"""Workers of one model in processes of their own: the same tokens as one worker, on the CPU and on
-the emulated card, and the end of a group of which one worker dies."""
+"""Workers of a model in processes of their own: the tokens of a single worker, on the CPU and on
+the emulated card, and the end of a group whose worker dies."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ CARD: dict[str, Any] = {
     **CPU,
     "device": "hpu-emulator",
     "emulator_strict": True,
-    # Few buckets, each of which both cards warm up: the longer prompt is of two chunks.
+    # Few buckets, because both cards warm up each bucket. The longer prompt has two chunks.
     "max_model_len": 64,
     "max_num_seqs": 2,
     "max_num_batched_tokens": 16,

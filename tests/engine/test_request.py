@@ -1,4 +1,4 @@
-"""engine/request.py: what a request is told and what it remembers."""
+"""engine/request.py: the state and the parameters of a request."""
 
 import numpy as np
 import pytest

@@ -15,8 +15,8 @@ from hpu.native.library import COMPILERS, NEEDED, Library, open_library
 
 @pytest.fixture(scope="session")
 def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `built` is compiled into: that of the servers, which the tests start too, as
-    a compilation takes longer than most files of tests."""
+    """The folder of the kernels in `built`. Servers that tests start share it, because a
+    compilation takes longer than most test files."""
     if os.environ.get("KERNEL_FLAGS"):
         return tmp_path_factory.mktemp("kernels")
     return module.kernel_folder(None)

@@ -1,5 +1,5 @@
-"""Engines that share experts (dp with --enable-expert-parallel): the tokens of one process under
-unequal load, no work when idle, and one end for all."""
+"""Engines that share experts (dp with --enable-expert-parallel): the tokens of a single process
+under unequal load, no work when idle, and a common end."""
 
 import asyncio
 import contextlib
@@ -208,7 +208,7 @@ def test_engines_on_two_hosts_share_experts_over_one_address_and_end_together(
         second = started(folders[1] / "log", "--data-parallel-start-rank=1")
         first.wait_ready()
 
-        # Of an API server, the meeting of the ranks, and the hub.
+        # The ports of an API server, of the ranks' meeting, and of the hub.
         assert listening(range(port, port + 4)) == {(address, port + path) for path in (1, 2, 3)}
         body = {**BODY, "prompt": PROMPTS, "max_tokens": 20}
         found = first.ask("/v1/completions", body).json()["choices"]

@@ -1,5 +1,5 @@
-"""Random requests to several strict emulated cards: the tokens of one CPU, no compilation and no
-fallback after the warm-up, on any of them."""
+"""Random requests to several strict emulated cards: the tokens of a single CPU, no compilation and
+no fallback after the warm-up, on any of them."""
 
 import random
 import time

@@ -32,7 +32,7 @@ SETUPS = {
     "ep 2, pp 2": {**EP2, **PP2},
     "dp 2": DP2,
     "dp 2, tp 2": {**DP2, **TP2},
-    # Engines that share experts, with one rank each and with two.
+    # Engines that share experts, with a rank each and with two ranks each.
     "dp 2, ep": {**DP2, "enable_expert_parallel": True},
     "dp 2, ep 2": {**DP2, **EP2},
 }

@@ -1,5 +1,5 @@
 """A real Ray cluster of two nodes on this machine: the ranks of a model run on both, and the loss
-of one node ends the engine with an error, at once, and leaves nothing running."""
+of a node ends the engine with an error, immediately, and leaves nothing running."""
 
 import contextlib
 import json

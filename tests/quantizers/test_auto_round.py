@@ -67,7 +67,8 @@ def test_the_weights_are_those_of_the_tool(name: str, family: str, tmp_path: Pat
 
 
 def _write_awq_reference(plain: Path, folder: Path, target: Path, group_size: int) -> None:
-    """As _write_reference, by the definition of AWQ: transformers needs GPTQModel for it."""
+    """See _write_reference; by the definition of AWQ, because transformers needs GPTQModel for
+    it."""
     shutil.copytree(plain, target)
     tensors = load_file(folder / "model.safetensors")
     weights = {name: tensor.float() for name, tensor in tensors.items() if name.endswith(".weight")}

@@ -70,7 +70,8 @@ def test_the_served_model_is_that_of_the_tool(
 
 
 def _logprobs_of_tool(plain: Path, folder: Path, *, is_awq: bool) -> list[float]:
-    """Of each token of PROMPT but the first, with the weights that the tool dequantizes."""
+    """Log-probabilities of PROMPT without its first token, with the weights that the tool
+    dequantizes."""
     backend = gptqmodel.BACKEND.AWQ_TORCH if is_awq else gptqmodel.BACKEND.TORCH
     quantized = gptqmodel.GPTQModel.load(
         str(folder), device="cpu", backend=backend, dtype=torch.float16
@@ -83,7 +84,7 @@ def _logprobs_of_tool(plain: Path, folder: Path, *, is_awq: bool) -> list[float]
     )
     for name, module in quantized.model.named_modules():
         if hasattr(module, "qweight"):
-            # As they are, dequantized weights would be rounded to 16 bits.
+            # The tool's own dequantized weights are rounded to 16 bits.
             scales = module.scales.float()
             if is_awq:
                 weight = dequantize_gemm(

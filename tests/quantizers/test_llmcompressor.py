@@ -58,7 +58,7 @@ def test_the_served_model_is_that_of_the_library(kind: str, family: str, tmp_pat
 
 
 def served_logprobs(folder: Path) -> list[float]:
-    """Of each token of PROMPT but the first."""
+    """Log-probabilities of PROMPT without its first token."""
     with LLM(str(folder), device="cpu", dtype="float32", max_model_len=64) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         (answer,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
@@ -144,7 +144,7 @@ def test_weights_alone_are_quantized_where_activations_stay(tmp_path: Path) -> N
 
 
 def _logprobs_of_files(plain: Path, folder: Path) -> list[float]:
-    """As of _logprobs_of_library, with each weight in the files dequantized by itself."""
+    """See _logprobs_of_library; each weight in the files is dequantized here."""
     tensors = load_file(folder / "model.safetensors")
     weights = {}
     for name, tensor in tensors.items():
@@ -179,8 +179,8 @@ def _dequantized(
 
 
 def _logprobs_of_library(folder: Path) -> list[float]:
-    """Of each token of PROMPT but the first, with the weights dequantized and activations as they
-    are."""
+    """Log-probabilities of PROMPT without its first token, with dequantized weights and unchanged
+    activations."""
     whole = CompressedTensorsConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=whole
@@ -190,7 +190,7 @@ def _logprobs_of_library(folder: Path) -> list[float]:
 
 
 def _logprobs(model: Any) -> list[float]:
-    """Of each token of PROMPT but the first."""
+    """Log-probabilities of PROMPT without its first token."""
     with torch.no_grad():
         logprobs = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
     return logprobs.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()

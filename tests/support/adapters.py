@@ -28,8 +28,8 @@ def write_adapter(
     size: float = 0.3,
     **config: Any,
 ) -> Path:
-    """An adapter for the checkpoint `base`, for each of its weights whose module ends with one of
-    `targets`. Its products are about as large as the base's."""
+    """An adapter for the checkpoint `base`: it changes each weight whose module name ends with an
+    entry of `targets`. Its products are about as large as the products of the base model."""
     generator = torch.Generator().manual_seed(seed)
     ranks: dict[str, int] = config.get("rank_pattern", {})
     tensors: dict[str, Tensor] = {}

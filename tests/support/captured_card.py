@@ -61,7 +61,7 @@ class CapturedCard(CpuBackend):
         self, function: Any, inputs: tuple[Any, ...], *, frees_intermediates: bool = False
     ) -> CallGraph:
         if frees_intermediates:
-            # Of the sampler: takes no memory, and is not counted.
+            # The sampler's graphs take no memory here and are not counted.
             return CallGraph(function, inputs)
         if len(self.captured) == self._capacity:
             raise RuntimeError(FULL)

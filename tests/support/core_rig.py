@@ -183,7 +183,7 @@ class CoreRig:
         return messages
 
     def run(self, steps: int = MAX_STEPS) -> None:
-        """Step until nothing is left to do, or so many times."""
+        """Run at most `steps` steps, or until the core has no work left."""
         for _ in range(steps):
             if not self.core.has_work:
                 return

@@ -43,12 +43,13 @@ ROOT = Path(__file__).parents[2]
 
 
 class CountingWorker:
-    """Takes `start_s` to start and `step_s` for a step; with `hangs` so many seconds more to start,
-    in a bucket of its rank; with `refuse` it raises ConfigError at start, with `refuse_if` if that
-    file is there, with `crash_at` it breaks at that step, with `poison` it ends by `signal` (0: it
-    raises) at a request with that token, with `several` a decode gives up to so many tokens, with
-    `corrupt` the worker of that rank finds a wrong checksum in the first block of each load, with
-    `later` it prepares so many buckets when idle, `later_s` each."""
+    """Takes `start_s` to start and `step_s` for a step; with `hangs` it takes that many seconds
+    more to start, in a bucket that depends on its rank; with `refuse` it raises ConfigError at
+    start, with `refuse_if` if that file is there, with `crash_at` it breaks at that step, with
+    `poison` it ends by `signal` (0: it raises) at a request with that token, with `several` a
+    decode gives up to that number of tokens, with `corrupt` the worker of that rank finds a wrong
+    checksum in the first block of each load, with `later` it prepares that number of buckets when
+    idle, `later_s` each."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
         words = config.model.partition(":")[2]
@@ -171,7 +172,7 @@ def make_counting_executor(
     on_death: Callable[[EngineDied], None],
     ranks: Ranks = SINGLE_RANK,
 ) -> Executor:
-    """As engine.executors.select, for a CountingWorker."""
+    """The counterpart of engine.executors.select for a CountingWorker."""
     if config.executor == "mp":
         return MultiprocExecutor(
             config, LocalLauncher(directory, counting_command("worker")), on_death

@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Model
 from transformers.models.llama.modeling_llama import LlamaModel
 
 Draft = Callable[[list[int], int], list[int]]
-"""The drafts behind a text, so many of them."""
+"""Called with a text and a count; gives `count` draft tokens after the text."""
 DRAFT_VOCAB = 200
 
 
@@ -72,8 +72,9 @@ def _drafts(
     run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     choose: Callable[[Tensor], int],
 ) -> Draft:
-    """`known`: hidden states of a text; `run`: embeddings and hidden states to those for the head,
-    and those that follow."""
+    """A drafter from three functions. `known` gives the hidden states of a text. `run` takes
+    embeddings and hidden states, and gives the hidden states for the head and for the next call.
+    `choose` takes a hidden state and gives a token."""
 
     @torch.no_grad()
     def draft(text: list[int], count: int) -> list[int]:
@@ -129,8 +130,8 @@ class _Eagle3Layer(nn.Module):
 
 
 def make_eagle3(target_folder: Path, folder: Path, kept: list[int]) -> Draft:
-    """EAGLE-3: a layer called midlayer, and a head over some tokens; `kept`: the layers of the
-    target in front of which it reads hidden states."""
+    """An EAGLE-3 checkpoint: a layer called midlayer, and a head over a part of the vocabulary.
+    `kept`: layers of the target whose input is the hidden state that the head reads."""
     target = _Target(target_folder)
     config = _one_layer(target_folder)
     model: Any = LlamaModel(config)
@@ -213,7 +214,7 @@ def add_mtp_layer(folder: Path) -> Draft:
 
 
 def _as_stored(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Of a layer, with each expert's tensors apart, as checkpoints have them."""
+    """The state of a layer with separate tensors for each expert, as checkpoints store it."""
     stored: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name == "mlp.experts.gate_up_proj":

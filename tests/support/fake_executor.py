@@ -41,13 +41,14 @@ WRONG = -2
 
 
 def fingerprint(before: int, token: int) -> int:
-    """Of a history that ends with `token`: another token, order or length gives another one."""
+    """Hash of a history that ends with `token`. It changes with every token, their order and their
+    number."""
     return (before * 6364136223846793005 + token * 1442695040888963407 + 1) % (2**61 - 1)
 
 
 @dataclass
 class LiveRequest:
-    """What a worker knows of a live sequence."""
+    """The worker's record of a live sequence."""
 
     tokens: list[int]
     num_prompt: int
@@ -88,8 +89,8 @@ class FakeExecutor(Executor):
         self.max_in_flight = 0
         self.collected = 0
         self.early_every = 0
-        """If not 0: of so many times that somebody asks, a result is there before the next plan
-        once."""
+        """If not 0: every `early_every`-th time that the engine asks, a result is there before the
+        next plan."""
         self._asked = 0
         self.warmed: list[WarmedBuckets] = []
         self.counters: dict[str, float] = {}
@@ -97,9 +98,9 @@ class FakeExecutor(Executor):
         self.collected_before: list[int] = []
         """Results that had been fetched when each plan was submitted."""
         self._masks: dict[int, npt.NDArray[np.uint8]] = {}
-        """Of the plan that runs: one for each masked request that samples in it."""
+        """The current plan's masks by key: a mask for each masked request that samples in it."""
         self.masks: list[GrammarMasks] = []
-        """Those that came behind their plans."""
+        """Masks that arrived after their plans."""
         self._in_flight: deque[bytes] = deque()
         self._lacking: StepPlan | None = None
         """The newest plan, if its late requests have no masks yet."""
@@ -113,11 +114,11 @@ class FakeExecutor(Executor):
         self.bad_files: set[bytes] = set()
         """Files that are found corrupt."""
         self.corrupt_every = 0
-        """If not 0: of so many blocks that come from the host, the last has wrong contents."""
+        """If not 0: every `corrupt_every`-th block that comes from the host has wrong contents."""
         self.num_loaded = 0
         self.fetched: deque[BlocksFetched] = deque()
         self.fetch_delay = 0
-        """How often `take_fetched` has nothing before an answer is there."""
+        """Calls of `take_fetched` that return no answer before the answer is there."""
         self._fetches: deque[tuple[FetchBlocks, int]] = deque()
         """Reads of files, and how many plans had been submitted before each."""
         self._late_by = 0
@@ -437,8 +438,8 @@ class FakeExecutor(Executor):
                 self._decode_several(req_index, request, result)
 
     def _decode_several(self, req_index: int, request: LiveRequest, result: StepResult) -> None:
-        """As many tokens as its blocks have slots for. A request that ends with the results before,
-        and is launched once too often, may have none: it reads and writes nothing."""
+        """Sample as many tokens as the request's blocks have slots for. A request that ended with
+        the results before this launch may have no slot: it reads and writes nothing."""
         before = len(result.tokens)
         count = (
             1 if request.sampling.masked else 1 + request.marks[-1] % self.ready.max_tokens_per_step

@@ -14,8 +14,8 @@ ENOUGH_PAGES = 100_000
 
 
 class GaudiMachine:
-    """Eight free cards of one generation, unless told otherwise; whatever is laid out later counts
-    as well."""
+    """Eight free cards of the same generation by default. Files that a test adds later are seen,
+    too."""
 
     def __init__(self, root: Path, *, cards: int = 8, pci_id: str = "0x1060") -> None:
         self.root = root

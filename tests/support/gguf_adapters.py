@@ -32,7 +32,8 @@ def factors(product: Array, rank: int) -> tuple[Array, Array]:
 def pairs_of(
     architecture: str, config: dict[str, Any], products: Mapping[str, Array], rank: int
 ) -> Pairs:
-    """The matrices of a file, whose products are those of a checkpoint's tensors."""
+    """The matrices of a GGUF adapter; their products equal `products`, which has a checkpoint's
+    names."""
     pairs = {}
     for name, product in stored_tensors(architecture, config, dict(products)):
         a, b = factors(product, rank)

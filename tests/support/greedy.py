@@ -28,9 +28,9 @@ def load_reference(folder: Path) -> Any:
 def greedy_by_transformers(
     reference: Any, prompts: list[list[int]], answers: list[list[int]]
 ) -> Greedy:
-    """The likeliest token behind every prefix of each answer. It is the answer of a greedy search
-    exactly if the two are equal; one launch for each prompt tells, where the search needs one for
-    each token."""
+    """The likeliest token after every prefix of each answer. It equals the answer exactly if the
+    answer is that of a greedy search. This needs one launch for each prompt; the search itself
+    needs a launch for each token."""
     results = []
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.inference_mode():
@@ -42,8 +42,8 @@ def greedy_by_transformers(
 def assert_same_as_transformers(
     found: Greedy, prompts: list[list[int]], reference: Any, tolerance: float
 ) -> None:
-    """The tokens are those of a greedy search by `reference`, and the logits differ by less than
-    `tolerance`."""
+    """Assert that the tokens equal a greedy search by `reference` and that the logits differ by
+    less than `tolerance`."""
     expected = greedy_by_transformers(reference, prompts, tokens_of(found))
     for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
         assert tokens == expected_tokens

@@ -38,13 +38,13 @@ class Outcome:
 
 
 class Hostile:
-    """Makes requests from one seed. Equal seeds make equal requests."""
+    """Makes requests from a seed. Equal seeds make equal requests."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
     def chat(self) -> tuple[str, dict[str, Any]]:
-        """A route and a body, one part of which is hostile."""
+        """A route and a body with a hostile part."""
         pick = self.random.choice
         body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 3}
         if self.random.random() < LARGE_SHARE:
@@ -284,7 +284,7 @@ class Hostile:
         return pick((start, "")) + body + pick(("{{ n.s }}", "", "{{ messages }}", "{% endfor %}"))
 
     def field(self) -> tuple[str, dict[str, Any]]:
-        """A body with one field that holds something else than it should, or far too much."""
+        """A body in which a field has a wrong type or far too large a value."""
         pick = self.random.choice
         route, body = pick(
             (

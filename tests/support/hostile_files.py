@@ -29,7 +29,7 @@ def nested(depth: int, kind: type = list) -> Any:
 
 
 def changed(value: Any, chance: random.Random) -> Any:
-    """`value` with one thing in it changed, added or taken away."""
+    """`value` with a single entry changed, added or removed."""
     if isinstance(value, dict) and value and chance.random() < 0.8:
         name = chance.choice(list(value))
         rest = {key: inner for key, inner in value.items() if key != name}
@@ -50,7 +50,7 @@ def changed(value: Any, chance: random.Random) -> Any:
 
 
 def changed_text(text: str, chance: random.Random) -> str:
-    """`text` with one part of it repeated, replaced or cut."""
+    """`text` with a slice repeated, replaced or cut."""
     first, last = sorted(chance.choices(range(len(text) + 1), k=2))
     kind = chance.randrange(4)
     if kind == 0:

@@ -65,7 +65,7 @@ def black_png(
 
 
 def many_scans(side: int, count: int) -> bytes:
-    """A progressive JPEG with `count` more scans, each of which is some bytes."""
+    """A progressive JPEG with `count` more scans of a few bytes each."""
     data = file_of(Image.new("L", (side, side)), "JPEG", progressive=True)
     start = data.rindex(b"\xff\xda")
     return data[:start] + data[start:-2] * (count + 1) + data[-2:]

@@ -42,8 +42,8 @@ def ids(text: str) -> list[int]:
 
 
 class TalkingClient(ScriptedClient):
-    """Answers every sequence with `reply`, token by token, `pace_s` apart; never ends an endless
-    one by itself. Log-probabilities are -1 for the chosen token, then -2, -3, ..."""
+    """Answers every sequence with `reply`, token by token, `pace_s` apart; an endless reply never
+    ends by itself. Log-probabilities are -1 for the chosen token, then -2, -3, ..."""
 
     def __init__(self, reply: str = "Hello world", *, pace_s: float = 0.0, **ready_of: Any) -> None:
         super().__init__(ready(**{"vocab_size": VOCAB_SIZE, "max_model_len": 4096, **ready_of}))

@@ -25,7 +25,7 @@ class Prompt:
 
 
 def write(*parts: list[int] | tuple[bytes, Picture]) -> Prompt:
-    """A prompt of texts and of pictures with their contents, one behind the other."""
+    """A prompt of texts and pictures, given with the pictures' contents, in this order."""
     tokens: list[int] = []
     placements, pictures = [], []
     for part in parts:
@@ -41,7 +41,7 @@ def write(*parts: list[int] | tuple[bytes, Picture]) -> Prompt:
 
 
 def text(seed: int, length: int) -> list[int]:
-    """Tokens that stand for no image."""
+    """Random tokens, none of them an image token."""
     return np.random.default_rng(seed).integers(4, 300, length).tolist()  # type: ignore[no-any-return]
 
 
@@ -59,7 +59,7 @@ def _tensor(name: str, tensor: Tensor) -> InputTensor:
 
 @dataclass
 class ImageRig:
-    """Encodes each picture once, before the request that has it first."""
+    """Encodes each picture once, before the first request that contains it."""
 
     rig: WorkerRig
     encoded: set[bytes] = field(default_factory=set)
@@ -84,7 +84,8 @@ class ImageRig:
 def random_images(
     rig: WorkerRig, pictures: list[Picture], *, max_chunk: int, rounds: int = 5
 ) -> list[list[int]]:
-    """Two requests at a time, one of which may be text alone: prefills in chunks, then decodes."""
+    """Two requests at a time, with pictures or with text alone: prefills in chunks, then
+    decodes."""
     luck = random.Random(3)
     images = ImageRig(rig)
     found = []

@@ -19,8 +19,8 @@ BLOCK = 32
 """Inputs that share a scale where they are rounded to 8 bits."""
 
 MOST_LOST = 1 / 40
-"""Of the inputs below the largest in a block that is rounded to 8 bits, root mean square; where it
-would be more, they have 8 more bits."""
+"""Largest root mean square, relative to the largest input of a block, of inputs that are rounded to
+8 bits. Blocks above it get 8 more bits."""
 
 
 def inputs_of(library: Library, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def exact_product(library: Library, weight: Weight, x: Tensor) -> Tensor:
     """x W^T, computed in float64, of `x` (rows, inputs) as it is multiplied."""
     if weight.order is None or not library.rounds_inputs:
         return _product(inputs_of(library, x), weight)
-    # Blocks are those of the weight, whose inputs have an order of their own.
+    # The weight defines the blocks, and its inputs have an order of their own.
     ordered = torch.where(weight.order >= 0, x[:, weight.order.clamp_min(0).long()], 0)
     assert isinstance(weight, QuantizedWeight)
     own = weight._replace(order=None, layer_inputs=None)

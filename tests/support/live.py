@@ -48,7 +48,7 @@ def alive(pid: int) -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Time of the threads of one process on a processor so far."""
+    """CPU seconds that all threads of process `pid` have used."""
     # The user and system time may count in whole ticks of 10 ms, and what a timer wakes up runs as
     # one ends: 10 short wake-ups a second may seem to take any part of 0.1 s.
     exact = [*Path(f"/proc/{pid}/task").glob("*/schedstat")]
@@ -68,13 +68,13 @@ def command_of(pid: int) -> str:
 
 
 def workers_of(pid: int) -> list[int]:
-    """Living descendants but those that isolate third-party code."""
+    """Living descendants without the processes that isolate third-party code."""
     return [child for child in children_of(pid) if "gaudiserve: isolation" not in command_of(child)]
 
 
 def own_workers() -> list[int]:
-    """Workers that engines in this process started, in the order of their ranks: not those of
-    servers that other tests use."""
+    """Workers of the engines in this process, in the order of their ranks; workers of other tests'
+    servers are left out."""
     children = _direct_children(os.getpid())
     return sorted(child for child in children if "gaudiserve: worker" in command_of(child))
 

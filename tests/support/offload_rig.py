@@ -35,9 +35,9 @@ MAX_STEPS = 2000
 def engine(
     folder: Path, offload: OffloadConfig, *, num_blocks: int = 16, **settings: Any
 ) -> Iterator[EngineCore]:
-    """The cache holds little more than one of TALKS, and what has left it always comes back by
-    copy: such small models are computed about as fast, and which is faster changes from run to
-    run."""
+    """The cache holds little more than a single conversation of TALKS, and evicted blocks always
+    come back by copy: a model this small computes blocks about as fast as it copies them, so the
+    faster way would change from run to run."""
     config = EngineConfig(
         str(folder),
         dtype="float32",

@@ -72,8 +72,8 @@ class PagedHarness:
         num_states: int = 16,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """`num_states`: rows that a model with states may have; the state of a row is that of its
-        number. `cache_dtype`: None: the model's."""
+        """`num_states`: rows of a model with states; row i has state i. `cache_dtype`: None selects
+        the model's dtype."""
         self.model = model
         self.block_size = block_size
         self.pad_block = num_blocks

@@ -14,7 +14,7 @@ SHORT_OF_BLOCKS: dict[str, Any] = {
     "num_threads": 1,
     "max_model_len": 144,
     "block_size": 8,
-    # Little more than one context: requests are preempted.
+    # Blocks for little more than a single context: requests are preempted.
     "num_gpu_blocks_override": 22,
     "max_num_seqs": 6,
     # Most prompts are prefilled in chunks.

@@ -37,7 +37,7 @@ FACTS = PoolingFacts(
 
 
 def vector(tokens: Sequence[int], cut: int = 0) -> bytes:
-    """One that tells of which tokens it is, and how it was asked for."""
+    """A vector that identifies the tokens and the requested dimensions."""
     return array("f", [sum(tokens), len(tokens), cut]).tobytes()
 
 
@@ -77,7 +77,7 @@ class PoolingExecutor(Executor):
                 assert len(tokens) == count <= query
                 rows = [[token] for token in tokens] if text.by_token else [list(tokens)]
                 data = b"".join(vector(row, text.dimensions) for row in rows)
-                # A text that ends with 13 is one that no number comes of.
+                # A text that ends with 13 has no result.
                 found = (-1, b"") if tokens[-1] == 13 else (len(rows), data)
                 result.vectors.append((found[0], memoryview(found[1])))
         return result

@@ -1,4 +1,4 @@
-"""Processes that a test waits for: the one that a command has started, and its end."""
+"""Processes that a test waits for: a process that a command has started, and its end."""
 
 import time
 from collections.abc import Callable

@@ -14,8 +14,8 @@ GRAPHS = ExecutionConfig(mode="hpu-graphs")
 def tokens_on_card(
     folder: Path, generation: str, execution: ExecutionConfig = GRAPHS
 ) -> tuple[list[list[int]], int]:
-    """Of two prompts and random traffic, and how many recipes were compiled before it: none may be
-    after it."""
+    """The tokens of two prompts and of random traffic, and the number of recipes compiled before
+    the traffic. Asserts that none is compiled afterwards."""
     with working(
         folder,
         device="hpu-emulator",

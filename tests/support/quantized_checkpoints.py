@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "head_dim": 32,
 }
-"""Of whole groups of 64 inputs on two ranks, but for down_proj in groups of 256."""
+"""Sizes that give two ranks whole groups of 64 inputs, except for down_proj in groups of 256."""
 WEIGHTS = "model.safetensors"
 STACKING = "fbgemm_fp8"
 """The format that stacks experts."""
@@ -40,7 +40,7 @@ class Rounded(NamedTuple):
     zeros: Ints
     """(out, groups)."""
     groups: Ints
-    """(in) that of each input."""
+    """(in) the group of each input."""
 
     def dequantize(self) -> Tensor:
         """(out, in) float32."""
@@ -89,7 +89,7 @@ def pack_rows(values: Ints, bits: int) -> Tensor:
 
 
 def pack_columns(values: Ints, bits: int) -> Tensor:
-    """Likewise, along the columns."""
+    """`values` packed into int32 along the columns."""
     return pack_rows(values.T, bits).T.contiguous()
 
 
@@ -121,7 +121,7 @@ class Integers:
         )
 
     def pack(self, weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
-        """The tensors by the ends of their names, and the weight that they stand for, float32."""
+        """The stored tensors by the ends of their names, and the dequantized weight, float32."""
         rounded = self.round(weight, number)
         packers: dict[str, Callable[[Rounded], dict[str, Tensor]]] = {
             "gptq": self._gptq,
@@ -131,7 +131,8 @@ class Integers:
         return packers[self.name](rounded), rounded.dequantize()
 
     def _gptq(self, rounded: Rounded) -> dict[str, Tensor]:
-        """As QuantLinear.pack of AutoGPTQ; version 2 of GPTQModel keeps zero points as they are."""
+        """The layout of QuantLinear.pack in AutoGPTQ; version 2 of GPTQModel keeps zero points as
+        they are."""
         less = 0 if self.version == "gptq_v2" else 1
         zeros = (rounded.zeros - less) & (2**self.bits - 1)
         return {
@@ -142,8 +143,8 @@ class Integers:
         }
 
     def _awq(self, rounded: Rounded) -> dict[str, Tensor]:
-        """As WQLinear_GEMM.from_linear of AutoAWQ: of eight outputs number order[i] is in the i-th
-        four bits."""
+        """The layout of WQLinear_GEMM.from_linear in AutoAWQ: output number order[i] of eight lies
+        in the i-th four bits."""
         order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 
         def pack(table: Ints) -> Tensor:
@@ -157,8 +158,8 @@ class Integers:
         }
 
     def _compressed(self, rounded: Rounded) -> dict[str, Tensor]:
-        """As PackedQuantizationCompressor: signed values, of which pack_to_int32 adds half of the
-        range again; zero points are packed along the outputs."""
+        """The layout of PackedQuantizationCompressor: signed values, to which pack_to_int32 adds
+        half of the range; zero points are packed along the outputs."""
         if self.version == INT8:
             values = torch.from_numpy(rounded.values - 128).to(torch.int8)
             return {"weight": values, "weight_scale": rounded.scales}
@@ -223,7 +224,7 @@ class Floats:
     """Dtype in which scales are stored as exponents; None: scales are stored as floats."""
 
     def pack(self, weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
-        """As Integers.pack."""
+        """See Integers.pack."""
         out, size = weight.shape
         rows, columns = {"tensor": (out, size), "channel": (1, size)}.get(self.strategy, self.block)
         spread = torch.zeros(-(-out // rows) * rows, -(-size // columns) * columns)
@@ -282,7 +283,7 @@ class Floats:
             weights["block_structure"] = list(self.block)
         strategy = {"static": "tensor"}.get("static" if self.static else "", "token")
         if self.weight_only:
-            # As llmcompressor names it.
+            # llmcompressor's name of the format.
             return compressed_config("naive-quantized", weights, None)
         activations = {"num_bits": 8, "type": "float", "dynamic": not self.static}
         return compressed_config("float-quantized", weights, {**activations, "strategy": strategy})
@@ -301,7 +302,7 @@ NF4 = torch.tensor(
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ]
 )
-"""What the values of nf4 stand for (quant_map in the files of bitsandbytes)."""
+"""The 16 values of nf4 (quant_map in the files of bitsandbytes)."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ class Blocks:
     has_head: bool = False
 
     def pack(self, weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
-        """As Integers.pack, by what functional.quantize_4bit does."""
+        """See Integers.pack; the layout of bitsandbytes' functional.quantize_4bit."""
         blocks = weight.reshape(-1, 64)
         scales = blocks.abs().amax(1)
         state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32"}
@@ -361,7 +362,7 @@ class Vectors:
     has_head: bool = False
 
     def pack(self, weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
-        """As Integers.pack, by what functional.int8_vectorwise_quant does."""
+        """See Integers.pack; the layout of bitsandbytes' functional.int8_vectorwise_quant."""
         largest = weight.abs().amax(1)
         values = (weight * (127 / largest).unsqueeze(1)).round().to(torch.int8)
         stored = {
@@ -435,8 +436,9 @@ def make_quantized(
 def quantize(
     form: Format, reference: Path, target: Path, *, other: tuple[str, ...] = ()
 ) -> Quantized:
-    """A checkpoint whose linear layers are in the format, but for those whose names begin with one
-    of `other`. Those of `reference` get the same weights, dequantized."""
+    """Write a checkpoint whose linear layers are in the format; names that begin with an entry of
+    `other` stay as they are. The reference's linear layers are replaced by the dequantized weights.
+    """
     shutil.copytree(reference, target)
     tensors = load_file(reference / WEIGHTS)
     stored: dict[str, Tensor] = {}
@@ -463,14 +465,15 @@ def quantize(
 
 
 def _pack_experts(form: Format, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Of `tensor` (experts, in, out), as Integers.pack. All experts in one tensor, as
-    FbgemmFp8Llama4TextExperts of transformers has them, or one by one, as llmcompressor does."""
+    """The stored tensors and the dequantized weight of `tensor` (experts, in, out). The format
+    FBGEMM has a single tensor for all experts (FbgemmFp8Llama4TextExperts of transformers); other
+    formats have a tensor for each expert (llmcompressor)."""
     prefix, _, product = name.rpartition(".")
     if form.name == STACKING:
         packed = [form.pack(part.t(), 0) for part in tensor]
         codes = torch.stack([parts["weight"].t() for parts, _ in packed])
         scales = torch.stack([parts["weight_scale"] for parts, _ in packed])
-        # Of gate and up (experts, 1, out), of down (experts, out, 1).
+        # Gate and up have scales (experts, 1, out), down has (experts, out, 1).
         scales = scales.transpose(1, 2) if product == "gate_up_proj" else scales
         stored = {name: codes.contiguous(), f"{name}_scale": scales.contiguous()}
         return stored, torch.stack([plain.t() for _, plain in packed])
@@ -507,8 +510,8 @@ def replace_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor | 
 
 
 def with_first(value: float) -> Callable[[Tensor], Tensor]:
-    """A change for `replace_tensor`: of the first number. `value`: of a tensor of floats; bytes are
-    the powers of MXFP4, and get the one that is no number."""
+    """A change for `replace_tensor` that sets the first number of a float tensor to `value`. Bytes
+    are powers of MXFP4; the first becomes 255, which is not a number."""
 
     def change(tensor: Tensor) -> Tensor:
         is_power = tensor.dtype == torch.float8_e8m0fnu

@@ -88,7 +88,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_config(folder: Path, architecture: str, **overrides: Any) -> None:
-    """That of a tiny model."""
+    """Write config.json of a tiny model."""
     fields = {**COMMON, **TINY[architecture], "architectures": [architecture], **overrides}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(fields))

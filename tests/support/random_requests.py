@@ -47,7 +47,7 @@ def random_sampling(rng: random.Random) -> SamplingParams:
 
 
 def random_prompt(rng: random.Random, prefixes: list[list[int]]) -> list[int]:
-    """Of 1 to 200 tokens; a third of them begin as another one did."""
+    """A prompt of 1 to 200 tokens; a third of the prompts share a prefix with another prompt."""
     length = rng.choice([rng.randint(1, 40), rng.randint(1, 200)])
     prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
     if rng.random() < 0.33:

@@ -38,11 +38,12 @@ class Ask:
     front_end: int
     sampling: dict[str, Any]
     form: int | None = None
-    """Of FORMS, where grammars are played."""
+    """Index into FORMS; None: the request has no grammar."""
 
 
 Move = Ask | int | str
-"""A request; so many steps; or, below zero, an abort, counted from the newest; or "reset"."""
+"""A request to add; a number of steps to run; a negative number: a request to abort, counted from
+the newest; or "reset"."""
 
 
 def random_ask(rng: random.Random) -> Ask:

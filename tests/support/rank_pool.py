@@ -57,8 +57,8 @@ class RankPool:
             process.join(TIMEOUT_S)
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function`, of a module, returns for a group of the first `size` ranks, and `args`,
-        on each of them. AssertionError with the traceback of one that fails."""
+        """The results of `function` (a module's attribute) on the first `size` ranks, called with
+        their group and `args`. Raises AssertionError with the traceback of a rank that fails."""
         pipes = self._pipes[:size]
         for pipe in pipes:
             pipe.send((size, function, args))
@@ -101,7 +101,7 @@ class Generated(NamedTuple):
     logits: Tensor
     """(tokens, vocab) of prefill and decodes."""
     tokens: list[list[int]]
-    """Of each decode."""
+    """The tokens of each decode."""
     num_parameters: int
     num_bytes_read: int
 
@@ -112,7 +112,7 @@ def generate(
     distributes_experts: bool = False,
     by_transformers: bool = False,
 ) -> Generated:
-    """Of the checkpoint in `folder`, in float32."""
+    """Run the checkpoint in `folder` in float32."""
     config, build = read_model_config(folder), build_model
     options: dict[str, Any] = {"group": group}
     if distributes_experts:
@@ -148,7 +148,7 @@ def _greedy(model: CausalLM) -> tuple[Tensor, list[list[int]]]:
 
 
 def prefill_quantized(group: ProcessGroup, folder: str, bits: str) -> Tensor:
-    """Logits of PROMPTS in bfloat16 with weights in so many bits, by the products of the CPU."""
+    """Logits of PROMPTS in bfloat16 with weights of `bits` bits, by the products of the CPU."""
     model = build_model(
         read_model_config(folder),
         dtype=torch.bfloat16,

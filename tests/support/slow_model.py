@@ -76,7 +76,8 @@ def _guided_output(
     next_token: NextToken,
     grammar: Grammar,
 ) -> tuple[list[int], str, int | None]:
-    """As FakeExecutor draws: of the tokens that may come next, one by the free token's number."""
+    """The answer that FakeExecutor draws: each token is chosen among the allowed tokens by the
+    number of the unrestricted token."""
     ends = frozenset((*ready.eos_token_ids, *params.stop_token_ids))
     guide = Guide(grammar, min_tokens=params.min_tokens, end_ids=ends, ignore_eos=params.ignore_eos)
     history = 7
@@ -166,7 +167,7 @@ class Ledger:
 
 
 class SlowPool:
-    """A block pool with one list and no index: what BlockPool must agree with."""
+    """A block pool with a list and no index: the reference for BlockPool."""
 
     def __init__(self, size: int) -> None:
         self.ref_counts = [0] * size

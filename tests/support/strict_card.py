@@ -22,8 +22,8 @@ def assert_nothing_compiles_after_warmup(
     shares: bool = True,
     **settings: Any,
 ) -> WorkerReady:
-    """Two prompts and random traffic give the tokens of the CPU, without compilations, captures or
-    fallbacks. `shares`: requests share blocks; `settings` are those of the card's worker."""
+    """Assert that two prompts and random traffic give the tokens of the CPU, without compilations,
+    captures or fallbacks. `shares`: requests share blocks; `settings`: of the card's worker."""
 
     def outcome(rig: WorkerRig) -> list[list[int]]:
         return greedy(rig) + random_traffic(rig, shares=shares)

@@ -1,4 +1,5 @@
-"""Many clients at once, each with requests of every kind in random order, some of which hang up."""
+"""Many concurrent clients with requests of every kind in random order; a part of the clients hang
+up."""
 
 import asyncio
 import contextlib
@@ -11,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TIMEOUT_S = 60.0
-"""Of one request, its place in the line included: what takes longer counts as a hang."""
+"""Longest duration of a request, including its wait in the queue; a longer duration counts as a
+hang."""
 HANG_UPS = 0.3
 """The share of requests that nobody waits for."""
 SCHEMA: Any = {
@@ -28,7 +30,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")
 ]
 ENDS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete")
-"""Of streams that are whole."""
+"""Marks at the end of complete streams."""
 GRAMMAR = 'root ::= "yes" | "no" | "maybe " root'
 
 
@@ -159,7 +161,7 @@ class Swarm:
             try:
                 writer.write(_request(ask))
                 raw = await asyncio.wait_for(reader.read(), patience_s or TIMEOUT_S)
-                self._judge(ask, raw)
+                self._check(ask, raw)
             except asyncio.TimeoutError:
                 if patience_s is None:
                     self.faults.append(f"no end after {TIMEOUT_S} s of {ask}")
@@ -171,7 +173,7 @@ class Swarm:
                 with contextlib.suppress(OSError):
                     await writer.wait_closed()
 
-    def _judge(self, ask: Ask, raw: bytes) -> None:
+    def _check(self, ask: Ask, raw: bytes) -> None:
         head, _, body = raw.partition(b"\r\n\r\n")
         status = int(head[9:12] or 0)
         self.answered[status] += 1

@@ -45,7 +45,7 @@ def make_pooling(
     family: str, folder: Path, *, num_labels: int | None = None, **overrides: Any
 ) -> Path:
     """Write a float32 checkpoint of `family`, a key of ENCODERS or of tiny_models.FAMILIES, without
-    a head or with one of so many labels; gives the folder."""
+    a head or with a head of `num_labels` labels; gives the folder."""
     fields = {**(ENCODERS.get(family) or {**COMMON, **FAMILIES[family]}), **overrides}
     if num_labels is not None:
         fields["num_labels"] = num_labels

@@ -195,14 +195,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 FAMILIES = {name: fields for name, fields in _FAMILIES.items() if name in CONFIG_MAPPING}
-"""Those that the installed transformers knows."""
+"""Families that the installed transformers has."""
 
 WITH_STATES = frozenset(
     name
     for name, fields in _FAMILIES.items()
     if {"linear_attention", "conv"} & set(fields.get("layer_types", ()))
 )
-"""Those with layers that keep a state of each request, without prefix caching."""
+"""Families with layers that keep a state of each request; they have no prefix caching."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
@@ -263,7 +263,7 @@ def rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer of VOCAB_SIZE tokens that all stand for text, with a chat template."""
+    """A byte-level tokenizer of VOCAB_SIZE tokens, all with a text, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [(first, second) for first in "Ġabcdefghilmnoprstuwy" for second in "aeio"]
     merges = pairs[: VOCAB_SIZE - len(alphabet) - len(SPECIAL_TOKENS)]

@@ -40,19 +40,19 @@ _TURNS = (
 @dataclass(frozen=True)
 class _Family:
     tokens: tuple[str, ...]
-    """Special tokens behind those of the text, the image token first."""
+    """Special tokens after the text tokens; the image token is the first."""
     mark: str
     """What the template writes for an image."""
     fields: dict[str, Any]
-    """Of the config; names of special tokens stand for their ids."""
+    """Fields of config.json; the name of a special token is replaced by its id."""
     preprocessor: dict[str, Any]
     processor: dict[str, Any]
     text: dict[str, Any] = field(default_factory=dict)
     named_tokens: dict[str, str] = field(default_factory=dict)
-    """Of tokenizer_config.json."""
+    """Fields of tokenizer_config.json."""
     video_mark: str = ""
     is_flat: bool = False
-    """The fields of the text model are beside those of the whole."""
+    """The text model's fields lie at the top level of config.json."""
 
 
 _QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -421,7 +421,7 @@ def make_tiny_vision(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     ids = _write_tokenizer(folder, made)
-    # Of Llama 3.2 Vision the token of images is behind the vocabulary.
+    # Llama 3.2 Vision has the image token after the vocabulary.
     vocab_size = VOCAB_SIZE + (0 if family == "mllama" else 8)
     text = rope_fields({**COMMON, **made.text, **overrides, "vocab_size": vocab_size})
     fields = _with_ids(made.fields, ids) | (text if made.is_flat else {"text_config": text})

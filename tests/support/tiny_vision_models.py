@@ -133,9 +133,9 @@ class VisionFamily:
     joined: Callable[[list[dict[str, Tensor]]], dict[str, Tensor]] = lambda all_tensors: {
         name: torch.cat([tensors[name] for tensors in all_tensors]) for name in all_tensors[0]
     }
-    """Of all images of a prompt, as transformers takes them."""
+    """Joins the tensors of all images of a prompt into the arguments of transformers' model."""
     is_flat: bool = False
-    """The fields of the text model are beside those of the whole."""
+    """The text model's fields lie at the top level of config.json."""
     grid: Callable[[dict[str, Tensor]], tuple[int, int, int]] = lambda tensors: (0, 0, 0)
 
 
@@ -226,14 +226,14 @@ def _phi4(images: list[Image.Image]) -> list[dict[str, Tensor]]:
 
 
 def _with_all_crops(all_tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Images with as many crops as the one that has most, padded behind."""
+    """Tensors of all images, padded to the largest number of crops."""
     most = max(tensors["image_pixel_values"].shape[1] for tensors in all_tensors)
     found: dict[str, list[Tensor]] = {name: [] for name in all_tensors[0]}
     for tensors in all_tensors:
         for name, tensor in tensors.items():
             if name != "image_sizes":
                 shape = (1, most - tensor.shape[1], *tensor.shape[2:])
-                # Of the mask as of the pixels: what is padding is left out behind.
+                # The mask is padded in the same way; the model ignores the padding.
                 tensor = torch.cat((tensor, torch.ones(shape)), dim=1)
             found[name].append(tensor)
     return {name: torch.cat(parts) for name, parts in found.items()}
@@ -507,7 +507,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         "mllama",
         {
             "model_type": "mllama_text_model",
-            # The token of images is behind those that are sampled.
+            # The image token lies after the tokens that can be sampled.
             "vocab_size": IMAGE,
             "num_hidden_layers": 4,
             "num_attention_heads": 4,
@@ -568,8 +568,8 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 def make_tiny_vision(
     name: str, folder: Path, vision: dict[str, Any] | None = None, **text: Any
 ) -> Any:
-    """Write a checkpoint of the family, of which `text` replaces fields of the text model and
-    `vision` those of the tower. Gives transformers' whole model, in float32."""
+    """Write a checkpoint of the family; `text` replaces fields of the text model, `vision` fields
+    of the tower. Gives transformers' whole model, in float32."""
     family = VISION_FAMILIES[name]
     text = {**TEXT, **family.text, **text}
     whole_fields = {"tie_word_embeddings": False, **family.whole}
@@ -616,7 +616,7 @@ def _set_no_image_outputs(module: Any, given: Any, output: Any) -> None:
 
 
 def draw(index: int) -> Image.Image:
-    """A picture; each index has another one."""
+    """A picture that differs for each index."""
     width, height = SIZES[index % len(SIZES)]
     noise = np.random.default_rng(index).integers(0, 256, (height, width, 3), np.uint8)
     noise[: height // 2, :, index % 3] = 250
@@ -636,7 +636,7 @@ def prepare(name: str, whole: Any, indices: list[int]) -> list[Picture]:
 
 
 def count_embeddings(whole: Any, tensors: dict[str, Tensor]) -> int:
-    """Rows that the model makes of one image."""
+    """Number of rows that the model makes from an image."""
     if whole.config.model_type == "mllama":
         return int(tensors["aspect_ratio_mask"].shape[-1])
     if whole.config.model_type == "phi4_multimodal":
@@ -652,7 +652,7 @@ def count_embeddings(whole: Any, tensors: dict[str, Tensor]) -> int:
 
 
 def _count_of_phi4(tensors: dict[str, Tensor]) -> int:
-    """As its processor counts: those of patches, an end for each row, and one between."""
+    """The count of the model's processor: patches, an end of each row, and a separator."""
     rows, columns = (tensors["image_sizes"][0] // 28).tolist()
     crops = tensors["image_attention_mask"][0, 1:, ::2, ::2]
     seen = crops.view(rows, columns, 2, 2).transpose(1, 2).reshape(2 * rows, 2 * columns)

@@ -22,7 +22,7 @@ _NOT_CONTENT = frozenset(
 
 
 TOLERANCE = 1e-4
-"""Of log-probabilities: what is computed in another launch differs in the last digits."""
+"""Tolerance of log-probabilities: results of different launches differ in the last digits."""
 
 FEW = 20
 """Tokens to draw from. A random number that falls on the border of two tokens gives one or the

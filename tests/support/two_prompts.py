@@ -21,7 +21,8 @@ TABLE = BucketConfig(
     decode_blocks=Range(32, 32, 32),
 )
 LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 128, "max_model_len": 128}
-"""Of launches: one bucket is added to TABLE, for the longest prompt; the sampler has one width."""
+"""Launch limits: they add a bucket to TABLE for the longest prompt; the sampler has a single width.
+"""
 SLICE = {"num_blocks": 32}
 """Setting for a model with states: without prefix caching a decode reads all blocks as a slice,
 and the largest decode bucket of TABLE has 32 blocks."""
@@ -60,9 +61,9 @@ def greedy(rig: WorkerRig, count: int = 12) -> list[list[int]]:
 def random_traffic(
     rig: WorkerRig, rounds: int = 3, *, max_chunk: int = 64, shares: bool = True
 ) -> list[list[int]]:
-    """Two requests at a time: a prompt in chunks of at most `max_chunk` tokens, one with its first
-    tokens, then decodes of one or both. The second prompt takes over full blocks of the first,
-    unless `shares` is False. Gives the tokens of all requests."""
+    """The tokens of random requests, two at a time: both prompts in chunks of at most `max_chunk`
+    tokens, then decodes of either request or both. The second prompt begins with the first tokens
+    of the first prompt, and shares its full blocks unless `shares` is False."""
     luck = random.Random(7)
     found = []
     for _ in range(rounds):

@@ -79,7 +79,8 @@ class Family:
         self._root = psutil.Process(pid)
 
     def resident_bytes(self) -> int:
-        """Of all of them; what they share counts once for each."""
+        """Resident bytes of all processes; memory that processes share is counted for each of
+        them."""
         return sum(self._of_each(lambda process: process.memory_info().rss))
 
     def num_descriptors(self) -> int:

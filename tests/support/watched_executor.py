@@ -1,4 +1,4 @@
-"""An InprocExecutor that lets an emulated card tell misuse, and keeps what was asked of it."""
+"""An InprocExecutor that records its calls and makes the emulated card report misuse."""
 
 import torch
 

@@ -124,8 +124,8 @@ class WorkerRig:
         sampling: RequestSampling = GREEDY,
         images: tuple[ImagePlacement, ...] = (),
     ) -> None:
-        """With `shared_with`, the full blocks of that request's computed tokens are held too,
-        all but the last token's."""
+        """`shared_with`: the request also holds the full blocks of that request's computed tokens,
+        except the block of the last token."""
         blocks: list[int] = []
         if shared_with is not None:
             donor = self.requests[shared_with]
@@ -214,8 +214,8 @@ class WorkerRig:
     def submit(
         self, allowed: dict[int, list[int]] | None = None, late: tuple[int, ...] = ()
     ) -> None:
-        """Send what was asked since the last plan: masked requests with the tokens that may come
-        next, or, for those in `late`, without."""
+        """Send the requests made since the last plan. `allowed`: the tokens that masked requests
+        may sample. `late`: masked requests whose masks are sent later."""
         plan = self._next
         self._next = _Next()
         req_indices = []

@@ -320,7 +320,7 @@ def test_absurd_metadata_of_a_gguf_file_is_refused_before_it_is_converted(
 ) -> None:
     file = write_gguf(tmp_path / "m.gguf")
     data = bytearray(file.read_bytes())
-    # Behind the key and the value's type.
+    # The value follows the key and the value's type.
     struct.pack_into(f"<{kind}", data, data.index(_text(key)) + len(_text(key)) + 4, value)
     file.write_bytes(data)
 
@@ -334,7 +334,7 @@ def test_absurd_metadata_of_a_gguf_file_is_refused_before_it_is_converted(
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 8 experts in 4 groups, of which 2 give the 3 of a token."""
+    """A checkpoint of 8 experts in 4 groups; 2 groups give the 3 experts of a token."""
     return make_tiny("glm4_moe", tmp_path_factory.mktemp("experts"))
 
 
@@ -393,7 +393,7 @@ def test_every_family_s_own_sizes_are_found_in_its_files(tmp_path: Path, family:
     if family in FAMILIES:
         make_tiny(family, tmp_path / "generates")
     make_pooling(family, tmp_path / "embeds")
-    # Of these transformers has no classifier.
+    # Transformers has no classifier for these families.
     without = ("granite", "olmoe", "glm4_moe", "ernie4_5_moe", "minimax", "qwen3_5_moe", "llama4")
     without += ("lfm2",)
     if not family.startswith(without):

@@ -156,7 +156,7 @@ def test_a_model_that_asks_for_an_account_is_told_and_a_token_is_used(
     for model, outcome in zip(models, anonymous, strict=True):
         assert outcome.startswith(f"'{model}' is gated or private: set HF_TOKEN")
         assert f"{hub.url}/{model}" in outcome and "401" in outcome
-    # For a private model the hub answers as for one that does not exist.
+    # The hub gives the same answer for a private model and for a model that does not exist.
     assert ["there is no such model" in outcome for outcome in anonymous] == [False, True]
     assert refused[0].startswith("'org/gated' is gated or private") and "403" in refused[0]
     assert all(outcome.startswith("folder: ") for outcome in granted)

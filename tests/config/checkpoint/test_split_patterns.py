@@ -20,7 +20,7 @@ ORDINARY = {
         f"{name}, {index}": pattern
         for name, patterns in _SEQUENCES.items()
         for index, pattern in enumerate(patterns)
-        # At each of many spaces it looks for the end of the text, also in published files.
+        # This pattern looks for the end of the text at every space; published files have it, too.
         if pattern != r"\s+$"
     },
     "gpt2": GPT2,

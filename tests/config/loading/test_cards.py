@@ -18,7 +18,7 @@ MODULES = {0: 2, 1: 6, 2: 3, 3: 7, 4: 0, 5: 4, 6: 1, 7: 5}
 
 
 def machine(root: Path, indices: list[int]) -> Path:
-    """A container with the nodes of these indices; the driver's files are those of all cards."""
+    """A container with the nodes of these indices; it sees the driver's files of all cards."""
     for index, module in MODULES.items():
         device = root / f"sys/class/accel/accel{index}/device"
         device.mkdir(parents=True)

@@ -41,7 +41,7 @@ def test_a_variable_without_effect_is_found_with_its_reason() -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "0-31",
         "VLLM_USE_V1": "1",
         "VLLM_NOT_OF_THE_GUIDE": "1",
-        # Of the runtime, which reads it.
+        # The vendor's runtime reads it.
         "PT_HPU_MAX_COMPOUND_OP_SIZE": "10",
         # Empty, read here, of Kubernetes for a service named vllm, and of something else.
         "VLLM_DEBUG": "",

@@ -545,7 +545,7 @@ def test_dtypes_of_weights(dtype: torch.dtype, base: BaseModules, folder: Path) 
 def test_an_expression_that_is_not_supported_leaves_the_modules_to_the_weights(
     base: BaseModules, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # As ms-swift writes it.
+    # The form that ms-swift writes.
     fields(target_modules=r"^(language_model|model)(?=\.).*\.(q_proj|v_proj)$")(folder)
 
     adapter = load_adapter(folder, base).adapter

@@ -112,7 +112,7 @@ def test_experts_that_the_checkpoint_stacks(
 
     zeros = np.zeros((4, inner, hidden), np.float32)
     both = [products.get(kind, zeros) for kind in ("gate", "up")]
-    # Those of gpt-oss have rows of gate and up in turns.
+    # gpt-oss interleaves the rows of gate and up.
     axis = 2 if case == "gpt-oss" else 1
     merged = np.stack(both, axis).reshape(4, 2 * inner, hidden)
     expected = dict(zip((item.name for item in gate_up), merged, strict=True))

@@ -204,7 +204,7 @@ def test_modules_of_auto_round_with_settings_of_their_own(tmp_path: Path) -> Non
 
 
 def test_blocks_in_fp8_of_auto_round(tmp_path: Path) -> None:
-    # As release 0.16.1 writes them.
+    # The form that release 0.16.1 writes.
     config = {
         **ROUND,
         "bits": 8,

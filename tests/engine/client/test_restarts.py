@@ -48,7 +48,7 @@ class RestartRig:
         self.client = client
         self.processes = processes
         self.ends = ends
-        """Of engines that were not started again."""
+        """Errors of engines that were not started again."""
         self.observer = Observer()
         client.resume(self.observer)
 
@@ -134,7 +134,7 @@ async def test_streams_go_on_behind_each_of_many_deaths(victim: str) -> None:
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])
 async def test_streams_go_on_behind_errors_of_the_device(executor: str) -> None:
-    """As an allocation that fails: the worker raises, every 60 steps."""
+    """The worker raises every 60 steps, for example because an allocation fails."""
     async with restart_rig("step_s=0.01,crash_at=60", executor=executor) as rig:
         queues = await rig.streaming(4, 100)
 

@@ -20,7 +20,7 @@ LIMITS = {"max_requests": 100, "max_prompt_tokens": 1000}
 
 
 class Front:
-    """A front end with the requests of one engine."""
+    """A front end with the requests of a single engine."""
 
     def __init__(self) -> None:
         self.router = OutputRouter(1 << 20, QueueLimits(**LIMITS))
@@ -53,7 +53,7 @@ class Front:
         )
 
     def restart(self, *, is_external: bool = True) -> bool:
-        """The engine dies, and another one is ready; whether a request was ended."""
+        """The engine dies, and a new engine is ready. Gives whether a request was ended."""
         self.resumer.withdraw()
         self.cause = find_poison_request(self.router.queues, is_external=is_external)
         if self.cause is not None:
@@ -68,7 +68,7 @@ class Front:
 
     @property
     def suspects(self) -> list[int]:
-        """Keys of those that the engine is to start one at a time."""
+        """Keys of the requests that the engine must start alone."""
         return [
             message.key
             for message in self.sent

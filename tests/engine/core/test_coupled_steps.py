@@ -124,7 +124,7 @@ class Engine:
 
     @property
     def buckets(self) -> list[list[Bucket]]:
-        """Of the launches of each plan."""
+        """The buckets of each plan's launches."""
         return [
             [(launch.phase, *launch.bucket) for launch in plan.launches]
             for plan in list(self.plans)

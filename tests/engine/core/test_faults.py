@@ -1,4 +1,4 @@
-"""Sudden death of each process: who hears, how soon, and what is left behind."""
+"""Sudden death of each process: which process notices, how soon, and what is left behind."""
 
 import asyncio
 import os

@@ -1,6 +1,6 @@
-"""What a step costs the engine, as ratios: benchmarks/host.py has the numbers. The processor's time
-of one thread, the least of a few runs by turns, and of more where a ratio does not hold: what else
-runs on the machine takes caches and clock away, at times for seconds."""
+"""Engine time of a step, as ratios: benchmarks/host.py has the numbers. CPU time of a single
+thread: the least of a few alternating runs, and of more runs where a ratio does not hold, because
+other work on the machine takes caches and clock away, at times for seconds."""
 
 from statistics import median
 
@@ -13,7 +13,8 @@ ROWS, CONTEXT = 64, 1024
 
 
 def seconds_a_row(*loads: tuple[int, int, int]) -> list[float]:
-    """Of a step, for each load: running requests, requests that wait, context."""
+    """Seconds of a step for each running request, for each load: (running requests, waiting
+    requests, context)."""
     least = [float("inf")] * len(loads)
     for run in range(RUNS * (1 + MORE)):
         times = [median(watch_decodes(*load, NUM_STEPS).cpu) / load[0] for load in loads]

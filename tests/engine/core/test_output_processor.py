@@ -220,7 +220,7 @@ def test_settings_that_bar_every_token_are_the_callers_own_fault() -> None:
         "allowed_token_ids has 2 tokens, and bad_words or min_tokens bar every one of them as "
         "output token 3"
     )
-    # Its cache holds what a model computed, so the next one may have it.
+    # The request's cache holds what a model computed, so the next request may use it.
     rig.add(1, [1] * 9, max_tokens=1)
     rig.run()
     assert rig.ledger.requests[1].num_cached > 0

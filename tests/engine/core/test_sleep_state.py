@@ -1,4 +1,4 @@
-"""An engine sleeps and wakes up: what becomes of requests, prefixes and what the worker is told."""
+"""An engine sleeps and wakes up: its requests, its prefixes and its messages to the worker."""
 
 import pytest
 from core_rig import CoreRig

@@ -1,4 +1,4 @@
-"""Executors with real workers' processes: order, death, words, and which one is chosen."""
+"""Executors with real worker processes: order, deaths, errors, and the choice of an executor."""
 
 import logging
 import os

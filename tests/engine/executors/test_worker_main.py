@@ -1,4 +1,4 @@
-"""A worker's main loop, in a thread, before a device that finishes a step when it is told to."""
+"""A worker's main loop, in a thread, with a device that finishes a step on command."""
 
 import contextlib
 import threading
@@ -21,7 +21,7 @@ class Ended(Exception):
 
 
 class HeldDevice:
-    """As much of a worker as plans need. A step is done when `finish` says so."""
+    """The parts of a worker that plans need. `finish` ends a step."""
 
     lacks_masks = False
 
@@ -70,7 +70,7 @@ def test_a_plan_that_comes_while_another_runs_is_launched_before_that_one_is_don
     device.finish()
     assert _next(line).step == 0
 
-    time.sleep(0.05)  # as an engine needs for its next plan; the worker has nothing to do but wait
+    time.sleep(0.05)  # an engine's time between plans; the worker only waits
     engine.send(StepPlan(2, []))
     deadline = time.monotonic() + 10
     while len(device.launched) < 3 and time.monotonic() < deadline:

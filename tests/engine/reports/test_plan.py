@@ -98,7 +98,7 @@ def test_windows_are_planned_like_states_where_prefix_caching_is_off() -> None:
     assert told["free_bytes"] == cached["free_bytes"] - windows
     assert told["num_blocks"] > 1.9 * cached["num_blocks"]
     assert f"{'windows':<16}{windows / 2**30:>8.2f}  of 8 sequences" in as_text(plan)
-    # So many requests at once would leave less room than blocks of all layers do.
+    # 2,000 requests would leave less memory than blocks of all layers do.
     many = config(
         cache=off,
         scheduler=SchedulerConfig(max_num_seqs=2000),
@@ -449,7 +449,7 @@ def test_the_plan_names_what_host_memory_and_files_hold() -> None:
     # 1, 4 and 16 blocks on their way in, twice 16 on their way out.
     assert offload["staging_bytes"] == 53 * told["block_bytes"]
     assert told["free_bytes"] == plain["free_bytes"] - offload["staging_bytes"]
-    # Of two cards each keeps half of a block, and has --swap-space to itself.
+    # Each of two cards keeps half of a block and has a --swap-space of its own.
     assert (half["host_blocks"], half["file_blocks"]) == (639, 4095)
     assert plain["offload"] is None and "host memory" not in as_text(
         make_plan(FACTS, config(), target)

@@ -29,7 +29,7 @@ def chunks(rig: CoreRig) -> list[list[int]]:
 
 
 def prompt(*pieces: int | bytes) -> tuple[list[int], list[tuple[int, int, bytes]]]:
-    """Tokens and images: a number stands for so many text tokens, 32 bytes for an image of 6."""
+    """Tokens and images. A number adds that many text tokens; 32 bytes add an image of 6 tokens."""
     tokens: list[int] = []
     images = []
     for piece in pieces:

@@ -52,7 +52,7 @@ def assigned(slots: LoRASlots) -> dict[int, str]:
 
 
 def load_all(slots: LoRASlots) -> list[str]:
-    """Answer what the workers are told to read."""
+    """Answer every pending load."""
     loads = [load.content for load in slots.take_loads()]
     for content in loads:
         slots.on_loaded(AdapterLoaded(content))
@@ -230,7 +230,7 @@ def test_a_failed_load_is_tried_again_by_the_next_request() -> None:
     (load,) = slots.take_loads()
 
     is_loaded = slots.on_loaded(AdapterLoaded(load.content, "no such file"))
-    # Of ranks that have read it.
+    # The ranks that have read it drop it.
     assert [drop.content for drop in slots.take_drops()] == ["hash-a"]
     slots.finish_request(asked)
     slots.add_request(request(2, "a"))

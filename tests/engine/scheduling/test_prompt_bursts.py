@@ -1,5 +1,5 @@
-"""engine/scheduling/scheduler.py: prompts that arrive together, where a launch of a part of them is
-as fast per token as one of all (`prefill_launch_tokens`)."""
+"""engine/scheduling/scheduler.py: prompts that arrive together. A launch of a part of them is as
+fast per token as a launch of all (`prefill_launch_tokens`)."""
 
 import pytest
 from core_rig import CoreRig

@@ -254,7 +254,7 @@ def test_an_index_is_reused_only_after_the_last_plan_that_names_it() -> None:
 
     rig.run()
 
-    # Every row ends by its first token, when the plan that wants a second one has already left.
+    # Every row ends by its first token, after the plan for its second token has left.
     named: dict[int, int] = {}
     for plan in rig.plans:
         for row in plan.freed_requests:

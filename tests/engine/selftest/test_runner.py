@@ -58,7 +58,7 @@ def check(name: str, *, mode: str = LAZY, needs: tuple[str, ...] = (), num_ranks
     def program(card: Card) -> tuple[()]:
         return ()
 
-    # Two processes may start one after the other on a busy machine.
+    # Two processes may start in sequence on a busy machine.
     limit_s = 0.3 if num_ranks == 1 else 5.0
     return Check(name, "", "", program, AVOID, mode, needs, limit_s=limit_s, num_ranks=num_ranks)
 

@@ -330,8 +330,8 @@ def test_a_request_that_ends_withdraws_its_grammar(
 
 
 def chain(count: int, **wrapped: str) -> str:
-    """A JSON schema of `count` definitions, each of which refers to the next: under a keyword, if
-    one is given."""
+    """A JSON schema of `count` definitions. Each definition refers to the next, under a keyword if
+    `wrapped` names any."""
 
     def step(place: int) -> Any:
         link: Any = {"$ref": f"#/$defs/d{place + 1}"}
@@ -544,7 +544,7 @@ def test_grammars_that_take_too_much_memory_together_are_forgotten_oldest_first(
     specs = [GrammarSpec("regex", word) for word in ("one", "two", "three")]
     first, second = (compiler.compile(spec) for spec in specs[:2])
     for made in (first, second):
-        # As if it had been followed for so long.
+        # The grammar counts as followed for a second.
         made.result(TIMEOUT_S).slow_s = 1.0
     monkeypatch.setattr(compilation, "MAX_CACHED_BYTES", 100 * 2**20)
 

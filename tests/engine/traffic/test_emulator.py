@@ -1,4 +1,4 @@
-"""The central promise: once warm, no traffic makes the card compile, capture, fall back, wait in
+"""The central guarantee: once warm, no traffic makes the card compile, capture, fall back, wait in
 a step, or take more memory. A real engine and a real worker, on a strict emulated card."""
 
 import random

@@ -28,7 +28,8 @@ def test_every_request_gets_what_it_gets_alone(
     corrupt_every: int,
     schedule_moves: list[Move],
 ) -> None:
-    """Also where every block, or each third one, comes back from the host with other contents."""
+    """Random schedules with offload, also where every block, or every third block, comes back from
+    the host with wrong contents."""
     shape = {**shape, "prefix_caching": True, "num_blocks": min(shape["num_blocks"], 20)}
     rig = CoreRig(**shape, **place)
     rig.executor.fetch_delay = fetch_delay

@@ -1,5 +1,5 @@
 """Pooling requests on a strict emulated card: after warm-up nothing is compiled, captured, waited
-for or run on the host, and all vectors are those of the CPU."""
+for or run on the host, and all vectors equal the CPU's."""
 
 import random
 import time

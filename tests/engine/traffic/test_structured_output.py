@@ -50,7 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def random_asks() -> list[tuple[list[int], SamplingParams]]:
-    """Groups of a few with one prompt, as of `n`; two of three with a grammar."""
+    """Groups of a few requests with the same prompt, the form of `n`; two of three requests have a
+    grammar."""
     rng = random.Random(11)
     asks = []
     while len(asks) < REQUESTS:

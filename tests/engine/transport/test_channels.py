@@ -181,7 +181,7 @@ def test_one_worker_that_does_not_read_fails_the_send_and_no_other_misses_a_plan
         large.step += 1
 
     assert sent >= 64 and steps == list(range(sent))
-    # The plan that failed went to nobody; with the hung one gone, the next ones arrive.
+    # No worker got the plan that failed. After the hung worker has closed, the next plans arrive.
     hung.close()
     while not publisher.send(large):
         assert time.monotonic() < end_s

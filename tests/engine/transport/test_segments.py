@@ -1,4 +1,4 @@
-"""Large messages go through files in shared memory, of which none is left behind."""
+"""Large messages go through files in shared memory; no file is left behind."""
 
 import os
 import signal

@@ -114,7 +114,7 @@ def test_after_warmup_nothing_is_traced_or_compiled_and_little_runs_outside(
         assert max(guards) <= MAX_GUARDS[name]
         # The input tokens are selected and copied; everything else up to the logits is compiled.
         assert eager_ops() - before - sum(sampling) == 2
-        # Of a greedy request.
+        # The sampler's operations of a greedy request.
         assert sum(sampling) <= 2
 
 

@@ -74,7 +74,7 @@ def test_a_server_that_is_warm_keeps_its_freed_memory_and_gives_it_back_at_rest(
     )
     warm, freed, at_rest = json.loads(told.stdout)
 
-    # Of 60 MiB.
+    # The parameters take 60 MiB.
     assert warm < 6 << 20
     assert freed > 30 << 20
     assert at_rest > 30 << 20
@@ -147,7 +147,7 @@ def test_a_prefill_of_a_mixture_must_be_larger_by_the_experts_that_a_token_does_
     sparse.prepare(torch.nn.Sequential(mixture))
 
     assert dense.prefill_launch_tokens == PREFILL_TOKENS
-    # The router's 80 weights, and 600 in each of 8 experts, of which a token uses 2.
+    # 80 weights of the router, and 600 in each of 8 experts; a token uses 2 experts.
     expected = PREFILL_TOKENS * (80 + 8 * 600) / (80 + 2 * 600)
     assert sparse.prefill_launch_tokens == int(expected)
 

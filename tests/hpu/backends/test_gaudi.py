@@ -1,5 +1,5 @@
-"""GaudiBackend on the emulated card: the same tokens as on the CPU in each mode, and what it says
-of itself. The file that runs is the one that ships; the card is an imitation."""
+"""GaudiBackend on the emulated card: the tokens of the CPU in each mode, and its reports. The
+tested file is the shipped file; only the card is emulated."""
 
 import dataclasses
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_each_family_gives_the_tokens_of_the_cpu_through_captured_graphs(
     assert found == expected
     widths = {batch for phase, batch, *_ in rig.ready.buckets if phase == DECODE}
     assert counts["captures"] == len(rig.ready.buckets) + len(widths) * len(WHOLE_SETTINGS)
-    # Of the model and of the sampler.
+    # Replays of the model and of the sampler.
     assert counts["replays"] > 2 * 12
 
 
@@ -169,7 +169,7 @@ def test_mixed_kinds_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmu
         ("GptOssForCausalLM", {}, False, "hpu-graphs"),
         # Weights on the inputs of the experts, a shared expert, beside a dense layer.
         ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, False, "hpu-graphs"),
-        # Two experts, one after the other.
+        # Two experts, chosen in sequence.
         ("PhimoeForCausalLM", {}, False, "hpu-graphs"),
         # All of these in one model.
         pytest.param("CombinedForCausalLM", {}, False, "torch-compile", marks=pytest.mark.slow),
@@ -244,7 +244,7 @@ def test_attention_in_slices_gives_the_same_tokens(
     folder = make_tiny(family, tmp_path, **fields)
     with working(folder) as on_cpu:
         expected = greedy(on_cpu)
-    # Of 64 new and 32 * 8 cached tokens: two slices of the first, six of the others.
+    # 64 new and 32 * 8 cached tokens: two slices of the new tokens, six of the cached tokens.
     monkeypatch.setattr(ExecutionConfig, "slice_sizes", (100, 48))
 
     settings = {
@@ -681,7 +681,7 @@ def test_an_error_of_the_card_in_lazy_mode_names_the_other_mode(
         EngineConfig("m", device="hpu-emulator", execution=ExecutionConfig(mode=mode))
     )
     worker._backend = backend
-    worker._runner = Failing()  # type: ignore[assignment]  # it has the one method that is called
+    worker._runner = Failing()  # type: ignore[assignment]  # it has the only method that is called
 
     with pytest.raises(RuntimeError, match=r"synLaunch failed") as caught:
         worker.submit(StepPlan(0, []))

@@ -77,7 +77,7 @@ def test_context_is_expanded_slice_by_slice(
     folder = make_tiny("deepseek_v2", tmp_path)
     with working(folder) as on_cpu:
         expected = greedy(on_cpu)
-    # Of 64 new and 32 * 8 cached tokens: two slices of the first, six of the others.
+    # 64 new and 32 * 8 cached tokens: two slices of the new tokens, six of the cached tokens.
     monkeypatch.setattr(ExecutionConfig, "slice_sizes", (100, 48))
 
     execution = ExecutionConfig(mode=mode)

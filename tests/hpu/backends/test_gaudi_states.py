@@ -32,5 +32,5 @@ def test_states_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
         max_model_len=256,
     )
 
-    # Prefix caching is asked for too: without it decodes read the cache as one slice.
+    # Prefix caching is on: without it decodes read the cache as a slice.
     assert not ready.bucket_limits.merged_prefill and ready.contiguous

@@ -37,7 +37,7 @@ def test_rings_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
         components = rig.worker._components
 
     assert found == expected
-    # Of 2 requests, the runner's own and padding.
+    # Two requests, the runner's own ring and padding.
     assert components is not None and components.cache is not None
     assert components.cache.num_rings == 4
     assert after == before

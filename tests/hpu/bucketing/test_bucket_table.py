@@ -1,4 +1,4 @@
-"""Bucket lists against published ones, and the table's promises."""
+"""Bucket lists against published lists, and the guarantees of the table."""
 
 import itertools
 import json

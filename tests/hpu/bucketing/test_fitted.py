@@ -1,4 +1,4 @@
-"""Fitted boundaries against brute force, and what a fitted table promises."""
+"""Fitted boundaries against brute force, and the guarantees of a fitted table."""
 
 import itertools
 import random

@@ -35,7 +35,7 @@ MUST_STAY = ("hpu_recompilations_total", "hpu_cpu_fallbacks_total", "hpu_graphs_
 
 
 def missing_card() -> str:
-    """Why no test can run on a card here; empty if one can."""
+    """The reason why no test can run on a card here; empty if a card is usable."""
     if not is_installed("habana_frameworks"):
         return "the vendor's runtime is not installed"
     errors = preflight(this_machine(environment())).errors

@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
 
 
 def logits_of(group: ProcessGroup, folder: str, kernels: str) -> Tensor:
-    """Of two prompts and of four decodes each, in bfloat16."""
+    """Logits of two prompts and of four decodes each, in bfloat16."""
     library = open_library(Path(kernels), 1)
     config = read_model_config(folder)
     model = build_model(config, dtype=torch.bfloat16, device=torch.device("cpu"), group=group)

@@ -33,7 +33,7 @@ LLAMA4 = {"num_hidden_layers": 2, "intermediate_size": 128, "intermediate_size_m
 
 
 def integers(names: list[str]) -> list[str]:
-    """Those whose weights stay packed on a CPU."""
+    """Formats whose weights stay packed on a CPU."""
     return [name for name in names if isinstance(FORMATS.get(name), Integers | Vectors)]
 
 
@@ -42,7 +42,7 @@ def slow(names: list[str]) -> list[Any]:
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:
-    """Of a format, or of a family and a format."""
+    """A checkpoint of a format, or of a family and a format."""
     if name == MXFP4:
         return write_mxfp4(folder)
     if name == STACKING:

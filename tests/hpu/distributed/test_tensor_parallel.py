@@ -94,7 +94,7 @@ CASES = {
     "granitemoehybrid, two groups on four": Case(
         "granitemoehybrid", {"mamba_n_groups": 2, "mamba_conv_bias": False}, 4
     ),
-    # Gated DeltaNet: tensors by key head, or one for each output.
+    # Gated DeltaNet: tensors by key head, or a tensor for each output.
     "qwen3_next": Case("qwen3_next"),
     "qwen3_next, two key heads on four": Case("qwen3_next", {"num_key_value_heads": 1}, 4),
     "qwen3_5": Case("qwen3_5_text", {}, 4),
@@ -123,7 +123,7 @@ else:
         "ministral": {"head_dim": 16, "vocab_size": 321},
         "qwen3_moe": {},
     }
-"""Likewise, on two ranks in the code of transformers."""
+"""Cases on two ranks in transformers' code."""
 FOREIGN_CASES = [(name, False) for name in FOREIGN] + [("qwen3_moe", True)] * bool(FOREIGN)
 
 
@@ -224,7 +224,7 @@ def test_ranks_quantize_their_shards(bits: str, tiny: Tiny, pool: RankPool) -> N
     found = pool.run(2, prefill_quantized, folder, bits)
 
     assert torch.equal(*found)
-    # Of 8 bits the scales are those of a shard of the inputs, of 4 bits those of the whole.
+    # 8-bit scales come from a shard of the inputs, 4-bit scales from all inputs.
     error = (found[0] - expected).square().mean().sqrt()
     assert error < 0.06 * expected.std()
 

@@ -1,4 +1,5 @@
-"""hpu_backend on the emulated card: what torch's tracer refuses, and what counts as one recipe."""
+"""hpu_backend on the emulated card: what torch's tracer refuses, and what counts as a single
+recipe."""
 
 from collections.abc import Callable
 

@@ -420,7 +420,7 @@ def test_15_a_lazy_collective_needs_a_mark_before_it(tmp_path: Path) -> None:
 
 
 def _unmarked_rank(store: Path, rank: int) -> None:
-    """Exits with 15 if the marked sum is right and the unmarked one is garbage."""
+    """Exits with 15 if the marked sum is right and the unmarked sum is garbage."""
     with emulated(variables={"PT_HPU_ENABLE_LAZY_COLLECTIVES": "true"}) as card:
         torch.distributed.init_process_group(
             "hccl", init_method=f"file://{store}", rank=rank, world_size=2
@@ -699,7 +699,7 @@ def test_28_an_upload_into_what_a_running_launch_reads_waits_for_it(
         graph = wrapped(
             lambda flat: table.index_select(0, flat[2:]), disable_tensor_cache=disable_tensor_cache
         )
-        # With the tensor cache each launch copies its input into this one, and reads that.
+        # With the tensor cache each launch copies its input into this tensor, and reads the copy.
         graph(flats[0].clone())
         torch.hpu.synchronize()  # type: ignore[attr-defined]
 

@@ -148,8 +148,8 @@ def attend(
     cached: list[tuple[Sequence, int]],
     heads: list[Tensor],
 ) -> Tensor:
-    """The output for `heads`, each (B, Q, heads, D), over caches that hold so many tokens of each
-    sequence; every other slot holds large numbers. The model has layers of other kinds too."""
+    """The output for `heads`, each (B, Q, heads, D). `cached` has each sequence and its number of
+    cached tokens; all other slots hold large numbers. The model has layers of other kinds, too."""
     kinds = distinct((Visibility(window=5), variant.visibility, FULL))
     kind = AttentionKind(
         visibility=variant.visibility,
@@ -194,7 +194,7 @@ def attend(
 
 
 def ring_slots(index: int, positions: Tensor, size: int) -> Tensor:
-    """Of the sequence with this index in its launch, in a ring of `size` slots."""
+    """Slots of positions in the ring (`size` slots) of the sequence at `index` in its launch."""
     return (NUM_RINGS - 2 - index) * size + positions % size
 
 

@@ -1,4 +1,4 @@
-"""Activations against those of transformers."""
+"""Activations against transformers' activations."""
 
 import pytest
 import torch

@@ -213,7 +213,7 @@ def test_logits_choose_where_their_sigmoids_are_equal() -> None:
 
 def test_a_sparse_mixer_weighs_each_expert_among_those_close_to_it() -> None:
     router = SparseMixer(0.05)
-    # Of the highest, only 9.5 is within a tenth; of 9.5, 8.8 is.
+    # Only 9.5 is within a tenth of the highest; 8.8 is within a tenth of 9.5.
     logits = torch.tensor([[10.0, 8.8, 9.5, -3.0]])
 
     ids, weights = router(logits)

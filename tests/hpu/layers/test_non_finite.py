@@ -25,7 +25,7 @@ def guard() -> NonFiniteGuard:
 
 
 def slots(blocks: list[int], first: int, count: int, length: int) -> list[int]:
-    """Of `count` tokens from position `first` on, then of padding."""
+    """Slots of `count` tokens from position `first` on, then of padding."""
     found = [
         blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
         for position in range(first, first + count)

@@ -58,7 +58,8 @@ def check(
     settings: dict[str, Any] = SETTINGS,
     **more: Any,
 ) -> None:
-    """Each adapter's answers in a mixed batch are those of the merged weights on a CPU."""
+    """Assert that each adapter's answers in a mixed batch equal the merged weights' answers on a
+    CPU."""
     expected: dict[str | None, Tokens] = {}
     with LLM(str(base), **SETTINGS) as llm:
         expected[None] = answers(llm, PROMPTS)
@@ -284,7 +285,8 @@ def test_experts_that_peft_adapts_one_by_one_are_as_it_merges_them(
     peft: Any = pytest.importorskip("peft")
     base = make_tiny("qwen3_moe", tmp_path / "base")
     weights = load_file(base / "model.safetensors")
-    # Transformers merges experts, peft adapts linear layers: these are those of the checkpoint.
+    # Transformers merges experts, and peft adapts linear layers: these layers have the checkpoint's
+    # names.
     layers = nn.Module()
     for name, weight in weights.items():
         if name.endswith("_proj.weight"):

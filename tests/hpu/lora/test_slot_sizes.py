@@ -1,4 +1,4 @@
-"""The memory of adapter slots, estimated from config.json, is that of the slots on a card."""
+"""The memory of adapter slots, estimated from config.json, equals the slots' memory on a card."""
 
 from pathlib import Path
 from typing import Any

@@ -266,7 +266,8 @@ def test_deepseek_r1_has_the_published_sizes(tmp_path: Path) -> None:
         # Latents of 512 + 64 numbers in two bytes, in 61 layers of each card.
         block = kv_block_bytes(facts, num_cards=num_cards, width=2, block_size=128)
         assert block == 128 * 576 * 2 * 61
-    # Of a head, a decode multiplies by copies of the matrices from the latent to its key and value.
+    # For each head, a decode multiplies by copies of the matrices from the latent to its key and
+    # value.
     plain = replace(facts, quantization=None)
     held = weight_bytes(plain, num_cards=8, width=2, length=1) // 2 - 2 * 64
     assert held - count_parameters(facts, 8) == 61 * 128 // 8 * 512 * (128 + 128)
@@ -292,7 +293,7 @@ def test_deepseek_r1_in_fp8_fits_eight_gaudi_3_and_not_four(tmp_path: Path) -> N
     for distributes_experts in (False, True):
         eight = plan_card(facts, replace(demand, distributes_experts=distributes_experts))
 
-        # 671 billion weights, of which embedding, head, latents and routers are in bfloat16.
+        # 671 billion weights; embedding, head, latents and routers are in bfloat16.
         assert 671e9 / 8 < eight.weight_bytes < 92e9
         assert eight.fits and eight.sequences(4096) > 64
     assert not plan_card(facts, replace(demand, num_cards=4)).fits
@@ -398,7 +399,7 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
 LONG = {"num_cards": 2, "width": 2, "num_tokens": 8192, "max_model_len": 131072, "block_size": 128}
 HEADS_16_8 = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 KV = 2 * 4 * 128 * 2
-"""Bytes of one token's keys and values of half of the heads."""
+"""Bytes of a token's keys and values of half of the heads."""
 
 
 def test_without_slices_a_long_context_takes_a_mask_and_a_copy_of_its_keys_and_values(

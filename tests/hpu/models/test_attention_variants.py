@@ -85,7 +85,7 @@ ON_CARD = {
 
 
 def install(folder: Path, family: Callable[[ModelConfig], DecoderSpec], patch: Any) -> None:
-    """Make `family` that of the checkpoint, whose MLPs get their usual names."""
+    """Make `family` the family of the checkpoint, and give its MLPs their usual names."""
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     patch.setitem(ARCHITECTURES, name, Family(family, "for a test"))
     file = folder / "model.safetensors"

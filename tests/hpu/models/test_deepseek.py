@@ -126,6 +126,6 @@ def test_every_second_layer_has_experts_from_the_first_one_on(tmp_path: Path) ->
 
     spec = decoder_spec(read_model_config(str(tmp_path)))
 
-    # As the published code counts: layer_idx % moe_layer_freq == 0.
+    # The published code counts this way: layer_idx % moe_layer_freq == 0.
     kinds = [layer.feed_forward for layer in spec.layers]
     assert kinds == ["mlp", "mlp", "moe", "mlp", "moe"]

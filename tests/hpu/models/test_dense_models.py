@@ -471,7 +471,7 @@ CHATGLM = {
     "multi_query_group_num": 2,
     "seq_length": 512,
     "padded_vocab_size": 320,
-    # That of the tokenizer, which may be smaller.
+    # The tokenizer's size, which may be smaller.
     "vocab_size": 318,
     "layernorm_epsilon": 1e-5,
     "rope_ratio": 2.5,

@@ -33,7 +33,8 @@ if FAMILY not in FAMILIES:
 
 NEW_TOKENS, TOLERANCE = 8, 1e-3
 PROMPTS = random_prompts(1, 40, 23)
-"""Up to ten blocks of 4 tokens, of which a query sees 3. Chunks of a prompt begin within blocks."""
+"""Prompts of up to ten blocks of 4 tokens; a query sees 3 blocks. Chunks of a prompt begin within
+blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def test_the_kernels_of_a_gaudi_see_the_chosen_blocks(folder: Path, fused_sdpa: 
 
 @torch.inference_mode()
 def test_dense_attention_gives_other_tokens(folder: Path, tmp_path: Path) -> None:
-    """So the tests above would see a wrong choice."""
+    """Proves that the tests above would notice a wrong choice of blocks."""
     sparse = greedy_by_pages(load_decoder(folder), PROMPTS, NEW_TOKENS)
     dense = make_tiny(FAMILY, tmp_path, index_topk_blocks=100)
 

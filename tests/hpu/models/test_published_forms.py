@@ -124,8 +124,8 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**LAYERS, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]},
     ),
 }
-"""model_type of a whole model -> that of its text model, fields of the text model, and the vision
-config."""
+"""model_type of a whole model -> model_type of its text model, fields of the text model, and the
+vision config."""
 
 
 def make_whole(model_type: str, folder: Path) -> Any:
@@ -483,7 +483,7 @@ def test_llama4_scout_as_first_published(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_separate_experts_of_llama4(tmp_path: Path) -> None:
-    """Tools for quantization write the experts one by one."""
+    """Quantization tools write the experts as separate tensors."""
 
     def separated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -470,5 +470,5 @@ def test_writes_to_views_are_replaced_only_where_the_result_stays_the_same(
     x = torch.arange(6.0).view(3, 2)
     with WithoutViewWrites():
         found = function(x)
-    # Where it is not allowed, the result would be another one.
+    # The result would differ where the write is not allowed.
     assert torch.equal(found, function(x)) is (function is not _read_the_base)

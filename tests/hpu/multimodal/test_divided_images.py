@@ -1,5 +1,5 @@
-"""Images that are divided among two ranks: each is encoded on one of them alone, and both have the
-tokens of one rank that encodes all."""
+"""Images that are divided among two ranks: each image is encoded on a single rank, and both ranks
+give the tokens of a rank that encodes all images."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +33,7 @@ class Encoded(NamedTuple):
     count: int
     """Images, or on a card tiles or patches that are no padding."""
     sizes: list[int]
-    """Of all launches."""
+    """Padded sizes of all launches."""
 
 
 def test_the_largest_go_first_and_each_to_the_smallest_part() -> None:
@@ -162,7 +162,7 @@ def test_two_ranks_on_a_cpu_encode_each_image_once(
     found = pool.run(2, on_cpu, tmp_path, tmp_path / "store", pictures)
 
     assert [entry.tokens for entry in found] == [expected, expected]
-    # Three in one plan, and one, which is that of the first rank.
+    # Three images in a plan, and a single image, which goes to the first rank.
     assert sum(entry.count for entry in found) == 4
     assert all(entry.count for entry in found)
 

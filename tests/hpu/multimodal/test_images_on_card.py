@@ -49,7 +49,7 @@ def test_nothing_compiles_for_images_after_the_warm_up(name: str, tmp_path: Path
     assert found == expected
     assert after == before
     assert before[0] > 0 and before[2] == 0
-    # Of 4 tiles: one image for each of two requests.
+    # 4 tiles: an image for each of two requests.
     assert rig.ready.encoder_cache_tokens == (8 if name == "mllama" else 128)
 
 

@@ -38,7 +38,7 @@ def expected_scores(name: str, whole: Any, prompt: Prompt) -> np.ndarray:
 
 
 def scores_of(rig: WorkerRig, prompt: Prompt, chunk: int) -> np.ndarray:
-    """As `expected_scores`, by a prefill in chunks."""
+    """The scores of `expected_scores`, by a prefill in chunks."""
     images = ImageRig(rig)
     images.admit(0, prompt, sampling=SCORED)
     found = []
@@ -48,7 +48,7 @@ def scores_of(rig: WorkerRig, prompt: Prompt, chunk: int) -> np.ndarray:
             found.append(np.frombuffer(scores.values, "<f4"))
     images.free_all()
     rig.free(0)
-    # Behind each score of a token stand those of the k most likely, and k is 0.
+    # Each token's score is followed by the scores of the k most likely tokens, and k is 0.
     return np.concatenate(found)
 
 

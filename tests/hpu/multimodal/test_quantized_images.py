@@ -20,7 +20,7 @@ NEW_TOKENS = 6
 TOWERS = ("visual", "vision_tower", "multi_modal_projector", "model.visual", "model.vision_tower",
           "model.multi_modal_projector")  # fmt: skip
 TEXT: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-"""Of whole groups of 64 inputs."""
+"""Sizes with whole groups of 64 inputs."""
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
 
 
@@ -94,7 +94,7 @@ def test_weights_are_quantized_at_load_but_for_the_tower(kind: str, tmp_path: Pa
         ids = torch.tensor([prompt.tokens + found])
         pixels = torch.cat([picture.tensors["pixel_values"] for picture in prompt.pictures])
         logits = whole(input_ids=ids, pixel_values=pixels).logits[0, len(prompt.tokens) - 1 : -1]
-    # bfloat16 may choose another one of tokens that are nearly as likely.
+    # bfloat16 may choose a different token among nearly equally likely tokens.
     chosen = logits[torch.arange(NEW_TOKENS), torch.tensor(found)]
     assert ((logits.amax(1) - chosen) < 0.15 * logits.std(1)).all()
 

@@ -33,7 +33,7 @@ FAMILIES += [
     for name in ("qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 ]
 SECONDS = 0.75
-"""Of one time of the grid."""
+"""Seconds between two times of the grid."""
 
 
 def make_video(whole: Any, time: int, height: int, width: int) -> Picture:
@@ -110,7 +110,7 @@ def tokens_of(rig: WorkerRig, prompt: Prompt, chunk: int | None = None) -> list[
 def test_a_video_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     whole = make_tiny_vision(name, tmp_path)
     (image,) = prepare(name, whole, [0])
-    # Three positions from one time to the next, and more rows than that.
+    # Three positions between two times, and more rows than three.
     video = make_video(whole, 3, 16, 4)
     prompt = prompt_of(whole, video, image)
     with working(tmp_path) as rig:

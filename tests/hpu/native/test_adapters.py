@@ -25,7 +25,7 @@ SCORED = SamplingParams(temperature=0, max_tokens=1, logprobs=0, prompt_logprobs
 
 
 def logprobs(outputs: list[RequestOutput]) -> list[torch.Tensor]:
-    """Of the prompts' tokens."""
+    """Log-probabilities of the prompts' tokens."""
     found = []
     for output in outputs:
         positions = output.prompt_logprobs or []
@@ -88,7 +88,7 @@ def test_the_compiled_decoder_adds_adapters_in_bfloat16(
 @pytest.mark.parametrize("has_tiles", [False, True])
 def test_rows_are_grouped_by_adapter_within_blocks(has_tiles: bool) -> None:
     adapters = NativeAdapters({}, max_loras=4, max_rank=8, has_tiles=has_tiles)
-    # Of the first 32 rows 20 have an adapter, of the second all have the same one.
+    # 20 of the first 32 rows have an adapter; the next 32 rows have the same adapter.
     slots = torch.tensor([-1, 2, 0, 3, -1, 3, 3, 3] * 4 + [1] * 32 + [-1, 0, 1])
     found = adapters.rows(slots, 1)
     assert found is not None

@@ -54,7 +54,7 @@ def error_of(found: Tensor, exact: Tensor) -> Tensor:
 
 
 def assert_as_accurate(found: Tensor, own: Tensor, exact: Tensor, margin: float = 1e-3) -> None:
-    """As `own`, by torch's operators."""
+    """Assert that `found` is as accurate as `own`, which torch's operators computed."""
     error, limit = error_of(found, exact), error_of(own, exact)
     assert error < 1.5 * limit + margin, f"error {error}, of torch's operators {limit}"
 
@@ -273,7 +273,7 @@ def test_prompts_are_processed_in_groups_with_the_same_result(
 ) -> None:
     folder = make_tiny("llama", tmp_path, head_dim=256, num_attention_heads=4)
     generator = torch.Generator().manual_seed(0)
-    # Keys and values of one layer take 12 MiB a prompt: more than two do not go in at once.
+    # A layer's keys and values take 12 MiB a prompt: more than two do not go in together.
     prompts = {
         row: torch.randint(8, 90, (3000,), generator=generator).tolist()[:length]
         for row, length in enumerate((40, 3, 64, 17, 50))
@@ -352,7 +352,7 @@ def test_numbers_near_the_largest_stay_exact_in_integers(
     if not built.has_integers:
         pytest.skip("weights in bfloat16 are not multiplied in integers")
     generator = torch.Generator().manual_seed(rows)
-    # Of each output, of each row: the largest number is at most 32 times the least one.
+    # In each output and in each row, the largest number is at most 32 times the least.
     weight = torch.randint(-32, 33, (48, inputs), generator=generator).bfloat16()
     weight *= 2.0 ** torch.randint(-30, 31, (48, 1), generator=generator)
     hidden = torch.randint(-32, 33, (rows, inputs), generator=generator).bfloat16()

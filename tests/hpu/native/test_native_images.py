@@ -69,7 +69,7 @@ def test_given_embeddings_and_positions_with_three_axes_run_compiled(
     finally:
         rig.worker.close()
 
-    # A launch of text alone is that of a model without images.
+    # A launch of text alone equals the launch of a model without images.
     assert seen[0] == (False, False)
     assert seen[1] == (True, has_axes)
 

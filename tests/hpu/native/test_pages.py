@@ -1,4 +1,4 @@
-"""Memory in huge pages: pieces that lie apart, and what the kernel knows of them."""
+"""Memory in huge pages: separate pieces, and the kernel's flags for them."""
 
 import gc
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_a_map_is_given_back_with_its_last_piece() -> None:
     assert "hg" in (flags_at(address) or [])
     del pieces[0]
     gc.collect()
-    # Somebody else's map may lie there by now, but not one for huge pages.
+    # A foreign map may lie there by now, but no map for huge pages.
     assert "hg" not in (flags_at(address) or [])
 
 

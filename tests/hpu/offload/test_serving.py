@@ -356,7 +356,8 @@ def test_a_prompt_that_is_no_number_ends_again_when_its_blocks_come_back(
     }
     healthy = [[token for token in talk if token != poison][:LENGTH] for talk in TALKS[1:]]
     with engine(tmp_path, IN_MEMORY, **(card if device != "cpu" else {})) as core:
-        # Aborted between two chunks: the blocks of the first stay, since nobody knows of the token.
+        # Aborted between two chunks: the blocks of the first chunk stay, since the poison token was
+        # not computed yet.
         prompt = raw(TALKS[0][:230])
         request = AddRequest(0, prompt, SamplingParams(max_tokens=1))
         core.add_request(request, block_hashes(prompt, BLOCK_SIZE))

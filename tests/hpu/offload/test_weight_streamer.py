@@ -125,7 +125,7 @@ def test_a_warm_card_copies_layers_and_gives_the_same_tokens(family: str, tmp_pa
 
     assert found == again == expected
     assert after == before
-    # Of 5 layers the largest even number, spread over the model; two at a time are on the card.
+    # The largest even number of 5 layers, spread over the model; two at a time are on the card.
     assert ring.indices == (0, 1, 3, 5)
     assert ring.host_bytes == 2 * ring.device_bytes
     assert whole - kept == ring.host_bytes - ring.device_bytes > 0
@@ -149,7 +149,7 @@ def test_the_freed_memory_is_what_was_planned(tmp_path: Path) -> None:
     sizes = layer_bytes(read_model_config(folder), num_cards=1, width=4)
     freed = 4 * max(sizes)
 
-    # Graphs, of which there are more with parts, take memory, too.
+    # Graphs take memory, too, and a divided model has more graphs.
     with engine(folder, OffloadConfig(), enforce_eager=True) as core:
         whole = loaded_of(core).weight_bytes
         free = loaded_of(core).backend.memory()[0]

@@ -50,7 +50,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 class LargestOutput(TorchDispatchMode):
-    """The largest number of elements of a new tensor, of all or of one dtype."""
+    """The largest number of elements of a new tensor, of all dtypes or of `dtype`."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -93,8 +93,8 @@ def prompt(
     dtype: torch.dtype = torch.float32,
     watch: Any = None,
 ) -> Tensor:
-    """Outputs (tokens, heads, D) of the real tokens of all rows, in float32, with one of padding
-    behind them and `blocks` blocks of context a row. `watch` sees the operations of the launch."""
+    """Outputs (tokens, heads, D) of the real tokens of all rows, in float32. Each row has a padding
+    token after them and `blocks` blocks of context. `watch` sees the operations of the launch."""
     batch, length = len(query_lens), max(query_lens) + 1
     order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3))
     inputs = PrefillAttentionInputs(
@@ -313,7 +313,8 @@ def test_float32_scores_are_written_by_the_product(card: None) -> None:
 
 
 def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Counter[str]:
-    """Operations of a decode on the emulated card, without those that only make views, by name."""
+    """Operations of a decode on the emulated card by name, without operations that only make
+    views."""
     rig = WorkerRig(
         folder,
         device="hpu-emulator",
@@ -354,7 +355,7 @@ def test_what_layers_share_is_made_once_a_launch(
 
     # It was 50 when each layer cast scores, masks and the mapping.
     assert sum(found.values()) <= 45
-    # Of maxima and sums, which are per block, and of the blocks' weights back.
+    # Casts of maxima, of sums (both per block), and of the blocks' weights back.
     assert found["aten::_to_copy"] == 3
     made_once = {"aten::eq", "aten::ge", "aten::arange", "aten::masked_fill_", "aten::zeros"}
     assert made_once & counts[0].keys() and not made_once & found.keys()

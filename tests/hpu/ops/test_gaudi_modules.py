@@ -27,7 +27,7 @@ PATCHED_CLASSES = {
     *("RowParallelLinear", "ReplicatedLinear", "ParallelLMHead"),
     *("Matmul", "B2BMatmul", "Softmax", "ModuleFusedSDPA", "VLLMKVCache"),
 }
-"""Of the compressor's table, those that a dense decoder can have."""
+"""The classes in the compressor's table that a dense decoder can have."""
 
 LAYER = {
     "self_attn.qkv_proj": "QKVParallelLinear",
@@ -142,7 +142,7 @@ def fuse(model: Decoder, **settings: bool) -> None:
 
 
 def run(harness: PagedHarness) -> Tensor:
-    """Logits of two prompts, of one continued over its cached context, and of a decode."""
+    """Logits of two prompts, of a prompt continued over its cached context, and of a decode."""
     parts = [
         *harness.prefill({0: list(range(20, 26)), 1: [40, 41]}).values(),
         *harness.prefill({0: [50, 51]}).values(),

@@ -1,4 +1,4 @@
-"""Rotary frequencies against those that transformers works out."""
+"""Rotary frequencies against transformers' frequencies."""
 
 from dataclasses import replace
 from typing import Any

@@ -26,7 +26,7 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.3"
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Of a format, or of a family and a format."""
+    """A checkpoint of a format, or of a family and a format."""
     made: dict[str, Path] = {}
 
     def original(name: str) -> Path:

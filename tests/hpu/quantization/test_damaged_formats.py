@@ -59,7 +59,7 @@ class Case(NamedTuple):
     regrouped: dict[str, Any] | None = None
     """Another group size, or another granularity, in quantization_config; None: there is none."""
     unharmed: tuple[str, ...] = ()
-    """Damages that are none: the format has no such values, or they are right."""
+    """Changes that do no damage: the format has no such values, or the changed values are right."""
 
 
 def of_format(name: str, family: str = "llama", module: str = UP, **fields: Any) -> Case:
@@ -129,7 +129,7 @@ CASES = {
     STACKING: of_format(STACKING, "llama4_text", STACKED, **LLAMA4)._replace(
         values=STACKED, scales=f"{STACKED}_scale"
     ),
-    # Its scales are powers of two in bytes, of which one is no number.
+    # Its scales are powers of two in bytes; a single byte value is not a number.
     "mxfp4": Case(write_mxfp4, f"{SHARED}_blocks", f"{SHARED}_scales", unharmed=NO_FLOATS),
     # A checkpoint need not have them.
     "scales of the KV cache": Case(scaled_cache, "", KEYS, unharmed=("no scales", "no floats")),
@@ -137,7 +137,7 @@ CASES = {
 
 
 def short(tensor: Tensor) -> Tensor:
-    """Of one more dimension than 0."""
+    """`tensor` with a wrong size: an entry less, or two entries in place of a scalar."""
     return torch.cat([tensor.view(-1), tensor.view(-1)]) if not tensor.dim() else tensor[:-1]
 
 
@@ -204,7 +204,7 @@ def load(folder: Path) -> None:
 
 
 def refusal(folder: Path) -> str:
-    """What is said of the folder, in one line."""
+    """The error message of the folder, a single line."""
     with pytest.raises(ConfigError) as refused:
         load(folder)
     text = str(refused.value)

@@ -250,7 +250,7 @@ def test_experts_in_8_bits_are_the_dequantized_ones(
 def test_the_experts_of_two_ranks_add_up(name: str, is_distributed: bool, make: Make) -> None:
     quantized, parts = make(name), []
     for rank in range(2):
-        # A group of one rank, for sums: what each rank adds is wanted.
+        # A group of a single rank, for sums: the test wants each rank's own part.
         group = ProcessGroup(range(2), rank)
         with emulated(strict=True):
             method = uint4 if name in INTEGERS else int8 if name in INT8 else fp8("gaudi2")

@@ -187,7 +187,8 @@ def test_blocks_on_a_card_are_moved_and_scrubbed_in_fp8() -> None:
         found = layer.keys.cpu().float() * (448 / 240)
         backend.close()
 
-    # Sources leave nothing behind; of the rest, only what was no number has changed.
+    # Moved blocks leave nothing behind. In all other blocks only values that were not numbers have
+    # changed.
     assert torch.allclose(found[:4], before[32:36].float(), rtol=2**-7)
     assert before[38, 1, 0].isnan() and found[6, 1, 0] == 0
     assert not found[32:40].any()
@@ -318,7 +319,7 @@ def test_a_cached_prefix_and_a_sleep_change_no_token(
         rig.admit(0, prompt)
         rig.prefill({0: None})
         rig.step()
-        # Its first blocks are those of the other request.
+        # It shares its first blocks with the other request.
         rig.admit(1, prompt, shared_with=0)
         rig.prefill({1: None})
         rig.step()

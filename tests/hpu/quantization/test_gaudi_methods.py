@@ -117,7 +117,7 @@ def test_products_of_8_bits_are_those_of_the_dequantized_weights(name: str, make
 
     assert {item.dtype for item in values} == {torch.int8}
     for layer, (x, out) in found.items():
-        # Weights are rounded once, as those that are dequantized while they are loaded.
+        # Weights are rounded once, like weights that are dequantized at load.
         wanted = x.float() @ expected[f"{layer}.weight"].bfloat16().float().T
         assert torch.allclose(out.float(), wanted, rtol=0.01, atol=0.01 * float(wanted.std()))
 
@@ -182,7 +182,7 @@ def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
         held = sum(parameter.nbytes for parameter in model.parameters())
 
     assert held == weight_bytes(facts, num_cards=1, width=2, length=0)
-    # Of one rank of two the embedding, the head and the layers are halves.
+    # A rank of two has half of the embedding, of the head and of the layers.
     assert held / 2 < weight_bytes(facts, num_cards=2, width=2, length=0) < held * 0.6
 
 
@@ -231,7 +231,7 @@ def test_four_bits_give_the_tokens_of_the_dequantized_model(make: Make) -> None:
 
     found, _ = tokens_on_card(quantized.folder, "gaudi2")
 
-    # Scales in bfloat16: the expanded weights are those of the reference.
+    # Scales in bfloat16: the expanded weights equal the reference's weights.
     assert found == tokens_on_card(quantized.reference, "gaudi2")[0]
 
 

@@ -1,5 +1,5 @@
-"""Quantized checkpoints on two strict emulated cards: the log-probabilities of one card, and no
-compilation after warm-up."""
+"""Quantized checkpoints on two strict emulated cards: the log-probabilities of a single card, and
+no compilation after warm-up."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ COUNTERS = ("compilations", "captures", "fallbacks", "unmarked_collective")
 MOE = "experts: "
 MXFP4 = MOE + "mxfp4"
 ROUNDING, FP8_ROUNDING = 0.05, 0.1
-"""Of a log-probability, in standard deviations."""
+"""Allowed difference of a log-probability, in standard deviations."""
 
 
 Array = npt.NDArray[np.float64]
@@ -37,7 +37,7 @@ class Served(NamedTuple):
     """By one rank."""
 
     logprobs: list[float]
-    """Of PROMPT but its first token, and of FORCED."""
+    """Log-probabilities of PROMPT without its first token, and of FORCED."""
     quantized_bytes: int
     """On this card, of the values of quantized weights."""
 
@@ -50,8 +50,8 @@ def serve(
     expert_parallel: bool = False,
     calculates_scales: bool = False,
 ) -> Served:
-    """As a worker of `group.size` serves it. `store`: of their meeting; `calculates_scales`: of a
-    KV cache in FP8."""
+    """Serve it on a worker of `group.size`. `store`: where the ranks meet. `calculates_scales`: for
+    a KV cache in FP8."""
     settings: dict[str, Any] = {}
     if calculates_scales:
         settings = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}

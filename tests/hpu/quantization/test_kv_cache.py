@@ -38,7 +38,8 @@ def format_of(name: str, dtype: torch.dtype = torch.bfloat16) -> KVCacheFormat:
 
 
 def set_scales(model: Decoder, scale: float) -> None:
-    """Of all layers: keys are stored as multiples of `scale`, values of half of it."""
+    """Set the scales of all layers: keys are stored as multiples of `scale`, values as multiples of
+    its half."""
     for name, parameter in model.named_parameters():
         if name.endswith("k_scale"):
             parameter.fill_(scale)
@@ -184,7 +185,7 @@ def test_the_kernels_store_what_torchs_operators_store(
     for harness in (plain, encoded):
         harness.prefill(PROMPTS)
 
-    # Those of the first layer depend on no cache.
+    # The first layer's keys and values depend on no cache.
     for index, factor in enumerate((1.0, 0.5)):
         scales = torch.tensor([scale * factor]) if format.has_layer_scales else None
         slots = torch.tensor([plain.slot(0, position) for position in range(50)])
@@ -211,7 +212,7 @@ def test_a_cached_prefix_gives_the_logits_of_one_launch(
     harness.prefill({1: PROMPTS[0][:32]})
     behind = harness.prefill({1: PROMPTS[0][32:]})[1][-1]
 
-    # Of bfloat16, sums in another order.
+    # bfloat16 sums in another order differ.
     assert torch.allclose(behind, whole, atol=0.05 if is_compiled else 1e-4)
 
 
@@ -243,7 +244,7 @@ def test_other_devices_refuse_a_format_and_name_both(
 
 
 def write_scales(folder: Path, scales: dict[str, Tensor]) -> None:
-    """Add tensors to the one file of a checkpoint."""
+    """Add tensors to the only weight file of a checkpoint."""
     file = folder / "model.safetensors"
     save_file({**load_file(file), **scales}, file, metadata={"format": "pt"})
 

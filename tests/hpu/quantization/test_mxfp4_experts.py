@@ -161,7 +161,7 @@ def test_every_code_and_power_is_exact(quantizing: Library, folder: Path) -> Non
         x = torch.zeros(count, 64).bfloat16()
         args = (x, ids[:count], weights[:count], True, "swigluoai")
         biases[0].copy_(torch.zeros_like(biases[0]))
-        # One input of the second product, of every place in a block, by turns.
+        # A single input of the second product, at every place in a block.
         for inner in range(0, 128, 5):
             biases[0].zero_()
             biases[0][0, 2 * inner] = 1.0

@@ -218,7 +218,7 @@ def loaded(folder: str, quantization: str | None = None, group: ProcessGroup = S
 
 @pytest.fixture
 def gguf(tmp_path: Path) -> str:
-    """A folder made of a GGUF file with all kinds that are kept, and one that is not."""
+    """A folder made of a GGUF file with all kinds that stay packed, and a kind that does not."""
     weights = family_weights("llama", tied=False)
     kinds = [Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.Q5_0]
     stems = {"attn_q": 0, "attn_k": 0, "attn_v": 0, "attn_output": 1, "ffn_gate": 2, "ffn_up": 2}
@@ -238,7 +238,8 @@ def test_the_blocks_of_a_gguf_file_are_the_weight(gguf: str) -> None:
     num_bytes = process_weights(model, "gguf")
 
     quantized = [linear for linear in linears if linear.quantized_weight is not None]
-    # Of both layers the qkv, output and gate with up; not `down`, in five bits; and the head.
+    # qkv, output, and gate with up of both layers, and the head; `down` has five bits and is left
+    # out.
     assert len(quantized) == 2 * 3 + 1
     assert {linear.quantized_weight.bits for linear in quantized} == {4, 8}
     assert num_bytes == sum(linear.quantized_weight.num_bytes for linear in quantized)
@@ -258,7 +259,7 @@ def test_the_blocks_of_a_rank_are_its_shard_of_the_weight(
         process_weights(model, "gguf")
 
         quantized = [linear for linear in linears if linear.quantized_weight is not None]
-        # Of four ranks each has 16 of the output's inputs, half a block.
+        # Each of four ranks has 16 of the output's inputs, half a block.
         assert len(quantized) == 2 * (2 + has_output) + 1
         for linear in quantized:
             assert torch.equal(linear.quantized_weight.dequantize(torch.bfloat16), weights[linear])
@@ -281,7 +282,7 @@ def test_a_decoder_runs_on_quantized_weights(
     found, expected = (PagedHarness(model).prefill(prompt) for model in (model, exact))
     for row in prompt:
         error = (found[row].float() - expected[row].float()).square().mean().sqrt()
-        # Of random weights, which are the hardest to round, 4 bits lose a tenth in each product.
+        # Random weights are the hardest to round: 4 bits lose a tenth in each product.
         assert 0 < error < {"int8": 0.06, "int4": 0.5}[bits] * expected[row].float().std()
 
 

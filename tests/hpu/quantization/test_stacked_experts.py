@@ -1,4 +1,5 @@
-"""Quantized experts of Llama 4: all of a layer in one tensor, or one by one."""
+"""Quantized experts of Llama 4: a tensor for all experts of a layer, or a tensor for each
+expert."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -142,7 +142,7 @@ def test_tools_write_the_settings_in_other_places(
     assert all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
 
 
-# Names of transformers 4 and 5, and those that vLLM has for merged layers.
+# Names of transformers 4 and 5, and vLLM's names for merged layers.
 _UNSLOTH_SKIPS = [
     *("lm_head", "multi_modal_projector", "merger", "model.visual", "visual"),
     *("model.layers.1.mlp", "language_model.model.layers.0.self_attn.q_proj"),
@@ -365,7 +365,7 @@ def test_groups_are_filled_up_to_the_size_of_the_largest(make: Make) -> None:
     facts = read_model_config(str(make("gptq, desc_act").folder))
     assert facts.quantization is not None
     scheme = facts.quantization.rules[0].scheme
-    # Four groups of 32 inputs, of which this rank has 34 of the second and some of the others.
+    # Four groups of 32 inputs; this rank has 34 inputs of the second group and some of the others.
     part = StoredWeight(scheme, 64, 16, total_inputs=128, output_sizes=(16,))
     groups = torch.tensor([1] * 30 + [0, 3] + [1] * 4 + [2] * 28)
 

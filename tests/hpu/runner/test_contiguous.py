@@ -1,4 +1,4 @@
-"""Decodes that read the cache as one slice say what those say that gather their blocks."""
+"""Decodes that read the cache as a slice give the tokens of decodes that gather their blocks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,9 +42,9 @@ def working(folder: Path, **settings: Any) -> Iterator[WorkerRig]:
 
 
 def greedy(rig: WorkerRig, *, packs: bool = False) -> list[list[int]]:
-    """Prompts whole and in chunks; requests that decode in changing company; one that leaves, and
-    comes back into other blocks with its tokens; one that takes over what another left behind. With
-    `packs`, blocks are moved down between, also while a step is on its way."""
+    """Prompts whole and in chunks; requests that decode in changing company; a request that leaves,
+    and comes back into other blocks with its tokens; a request that takes over the blocks of
+    another. With `packs`, blocks are moved down in between, also while a step is in flight."""
     gone = []
     rig.admit(0, PROMPTS[0])
     rig.admit(1, PROMPTS[1])

@@ -38,7 +38,7 @@ DRAWN = RequestSampling(temperature=0.9, seed=11)
 FIRST = [7] * 9
 SECOND = [30, 31, 32, 30, 31, 32, 30]
 NUM_BLOCKS = 8
-"""Of each request: as many as the decodes here need."""
+"""Blocks of each request: enough for the decodes here."""
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,9 @@ def run(worker: Worker, plan: StepPlan) -> StepResult:
 
 
 def second_answer(worker: Worker, *, is_behind: bool) -> tuple[list[int], int]:
-    """The tokens of a request that follows another one at its index; and how many the last decode
-    of that one accepted, whose result is collected before the index changes hands, or behind it."""
+    """The tokens of a request that follows a first request at its index, and the number of drafts
+    that the first request's last decode accepted. Its result is collected before the index changes
+    hands, or, with `is_behind`, afterwards."""
     run(worker, start(0, FIRST, LOOP, range(NUM_BLOCKS), []))
     for step in range(1, 4):
         run(worker, decode(step))

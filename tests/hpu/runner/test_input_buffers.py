@@ -104,7 +104,7 @@ def test_the_set_a_launch_may_still_read_is_not_the_one_written_next() -> None:
 
 
 class RebindingCard(Card):
-    """Whose graphs may read other tensors than those of their capture."""
+    """A card whose graphs may read other tensors than the tensors of their capture."""
 
     rebinds_inputs = True
 
@@ -124,7 +124,7 @@ def test_a_running_launchs_device_tensors_are_not_written_where_graphs_can_read_
     assert flats[0] is flats[2] is not flats[1] and flats[1] is flats[3]
     assert [flat.unique().tolist() for flat in flats[2:]] == [[2], [3]]
     assert contexts[3] is contexts[1] and contexts[3].positions.tolist() == [[3]]
-    # Those that are written on the device are the same in each launch.
+    # Tensors that are written on the device are the same in each launch.
     assert all(inputs.tokens is inputs.graph_inputs[1] for _ in range(2))
 
 

@@ -425,7 +425,7 @@ def _with_a_poisoned_token(folder: Path, target: Path, *, token: int) -> Path:
 
 
 def _by_token(logprobs: Logprobs) -> np.ndarray:
-    """(VOCAB,) log-probabilities, from one position that lists all tokens."""
+    """(VOCAB,) log-probabilities, from a position that lists all tokens."""
     ids = np.frombuffer(logprobs.ids, "<i4")[1:]
     values = np.frombuffer(logprobs.values, "<f4")[1:]
     by_token = np.full(VOCAB, np.nan, np.float32)

@@ -30,7 +30,7 @@ TABLE = BucketConfig(
 )
 PROMPTS = (list(range(20, 45)), [8, 1, 2])
 NUM_LOGITS = 5 * 320
-"""Of prompts: five slices of the longer one."""
+"""Slices of the prompts' logits: five slices of the longer prompt."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Rows behind drafts are sampled as the same tokens are one after the other."""
+"""Rows after drafts get the samples that the same tokens get step by step."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_rows_behind_drafts_are_those_of_one_token_after_the_other(ahead: int) -
     for step in logits[:ahead]:
         sampler.sample(step, requests)
     for index in requests:
-        # The host does not know yet of those that were sampled last.
+        # The host does not know the last sampled tokens yet.
         sampler.advance(index, -ahead)
 
     known = sampler.num_generated(requests)

@@ -14,7 +14,7 @@ def test_bits_find_the_place_that_max_finds_ties_included(
     dtype: torch.dtype, vocab_size: int
 ) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
-    # So few values that every row has its largest many times.
+    # With 18 values every row has its largest value many times.
     scores = torch.randint(-9, 9, (33, vocab_size), generator=generator).to(dtype)
 
     best = filters.argmax(scores)

@@ -193,7 +193,7 @@ def test_the_kth_of_the_largest_weights_is_the_threshold_of_top_k(vocab_size: in
 @pytest.mark.parametrize("top_p", [0.02, 0.3, 0.9, 1.0])
 def test_a_draw_from_the_largest_weights_is_the_one_from_all(top_k: int, top_p: float) -> None:
     generator = torch.Generator().manual_seed(top_k)
-    # In bfloat16 tokens tie often, also with the last of the largest.
+    # Tokens often tie in bfloat16, also with the last of the largest tokens.
     scores = (torch.randn(40, 2000, generator=generator) * 2).bfloat16().float()
     params = torch.tensor(Params(greedy=0.0, top_k=float(top_k), top_p=top_p))
     params = params.unsqueeze(1).repeat(1, 40)

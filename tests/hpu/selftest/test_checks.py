@@ -33,7 +33,7 @@ RELEASE = "1.24.1"
 
 @pytest.fixture(autouse=True)
 def newest_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first release with the operator for MXFP4 is not documented: here each release has it."""
+    """Each release has the MXFP4 operator here: the first release with it is not documented."""
     monkeypatch.setitem(KERNELS, MXFP4, Kernel(BOTH, ()))
 
 
@@ -50,7 +50,7 @@ def card(mode: str, folder: Path, shape: ModelShape | None = None, **config: Any
 
 
 def outcomes(mode: str, folder: Path, **config: Any) -> list[Ended]:
-    """What all checks of a mode say, without those that need a check that does not hold."""
+    """The results of all checks of a mode, without checks that need a check that does not hold."""
     found: dict[str, Ended] = {}
     pending = [check for check in CHECKS if check.mode == mode]
     while pending:

@@ -1,5 +1,5 @@
 """A model on an emulated card that breaks an assumption: with the settings that the failed check
-selects, its tokens are those of the CPU; without them they are wrong, or it does not start."""
+selects, its tokens equal the CPU's; without them they are wrong, or it does not start."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ class Case(NamedTuple):
     """Flags of the server."""
     is_slow: bool = True
     fields: tuple[tuple[str, Any], ...] = ()
-    """Of the model's config."""
+    """Fields of the model's config."""
     breaks: bool = True
     """Whether greedy tokens are wrong without the fallback; else only speed, drawn tokens or memory
     suffer."""
@@ -137,7 +137,7 @@ def test_a_server_with_the_fallback_of_a_failed_check_gives_the_right_tokens(
     words = ["m", "--device", "hpu-emulator", "--emulator-late-copy", "0", *case.words]
     loaded = load([*words, "--emulator-faults", case.fault], environ={})
     if all_checks()[case.fault].mode == "compile":
-        # As on a machine whose torch is a stock build.
+        # The mode of a machine whose torch is a stock build.
         monkeypatch.setattr("config.loading.env.choose_mode", compiling)
     with working(folder) as on_cpu:
         expected = greedy(on_cpu)

@@ -1,4 +1,4 @@
-"""Drafts by tensor operations are those of the host's search."""
+"""Drafts by tensor operations equal the drafts of the host's search."""
 
 import random
 

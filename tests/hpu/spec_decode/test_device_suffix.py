@@ -1,4 +1,4 @@
-"""Suffix drafts by tensor operations are those of the host's search, with outputs of earlier
+"""Suffix drafts by tensor operations equal the drafts of the host's search, with outputs of earlier
 requests."""
 
 import random

@@ -23,9 +23,9 @@ def simulate(
     num_tokens: int = 400,
     measured: LaunchCosts | None = None,
 ) -> float:
-    """Tokens a second with drafts that are right with `probability`, beside those without.
-    `measured`: other costs than those that launches have. With these a request ends after 64
-    tokens, each at another time, and the next one begins."""
+    """Tokens a second with drafts that are right with `probability`, divided by the rate without
+    drafts. `measured`: costs that replace the true costs; with them a request ends after 64 tokens,
+    each at another time, and the next request begins."""
     rng = random.Random(1)
     lengths = DraftLengths(5, measured or costs)
     ages = [2 * index for index in range(num_requests)]
@@ -134,7 +134,7 @@ def test_the_first_row_behind_a_full_tile_is_measured() -> None:
 
 
 def planned(drafter_s: float, pending: int, num_requests: int = 1) -> list[int]:
-    """Drafts of a drafter whose launches take `drafter_s`, beside decodes of one second."""
+    """Draft counts for a drafter whose launches take `drafter_s`, beside decodes of a second."""
     lengths = DraftLengths(4, LaunchCosts([1, 64], [1.0, 1.2]))
     lengths.drafting = DraftingCosts(
         LaunchCosts([1, 64], [drafter_s, 2 * drafter_s]), lambda req_index, num_tokens: pending

@@ -92,7 +92,8 @@ def test_blocks_that_another_request_filled_with_the_same_text_are_used() -> Non
     for index in range(3):
         proposer.propose([index], [text], [1])
 
-    # Of 4 full blocks the second request shares 3, the third one: block 2 is behind another one.
+    # The second request shares 3 of 4 full blocks, the third only block 1: its block 2 follows
+    # another block.
     assert launcher.prefills == [(0, 0, 17), (2, 4, 13)]
     assert launcher.decodes == [[(0, 17, 1)], [(1, 12, 6)], [(2, 17, 1)]]
 

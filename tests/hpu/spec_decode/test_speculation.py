@@ -22,9 +22,9 @@ PROMPT = [2, 3, 2, 1, 2, 4, 0, 5, 1, 1, 2]
 START, END = PROMPT[-1], len(PROMPT) + 2
 NUM_REQUESTS, NUM_ROUNDS = 400, 50
 MAX_CHI_SQUARE = 75.0
-"""Of 35 degrees of freedom: exceeded by chance once in ten thousand times."""
+"""Limit for 35 degrees of freedom: chance exceeds it once in ten thousand runs."""
 LOGITS = 0.6 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(4))
-"""Of the next token, by the token before."""
+"""Logits of the next token, by the token before."""
 
 
 class Chains:

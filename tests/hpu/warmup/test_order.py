@@ -98,7 +98,7 @@ def test_without_a_traffic_the_most_used_by_a_general_traffic_come_first(
 def test_buckets_are_ordered_by_their_share_of_the_launches_of_a_traffic(
     table: BucketTable,
 ) -> None:
-    # A decode of one sequence after each prompt of 100 tokens: nothing else is launched.
+    # A single sequence decodes after each prompt of 100 tokens: nothing else is launched.
     order = by_use(table, table.buckets, [Lengths(100, 300)])
 
     assert order[0] == (DECODE, *table.find(DECODE, 1, 1, 1).bucket)

@@ -1,4 +1,4 @@
-"""What is prepared, in which order, and what is said when memory does not suffice."""
+"""What is prepared, in which order, and the message when memory does not suffice."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -91,7 +91,7 @@ def test_each_card_holds_its_share() -> None:
 def test_the_flags_of_tokens_are_counted_for_a_model_and_its_draft_model(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path)
     model = load_decoder(folder)
-    # As on a card, attention zeroes what is not finite.
+    # Attention on a card zeroes numbers that are not finite.
     model.read_contiguously()
     block = block_bytes(model, 16, torch.float32)
     method = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}

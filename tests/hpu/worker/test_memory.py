@@ -87,7 +87,7 @@ def test_the_guides_card_gives_its_blocks() -> None:
 
     assert round(split.usable_bytes / GIB, 2) == 39.58
     assert round(split.graph_bytes / GIB, 2) == 15.83
-    # Of 23.748 GiB; the guide's log prints 1519, of a figure that it rounds to two digits.
+    # Blocks in 23.748 GiB; the guide's log prints 1519, from a figure that it rounds to two digits.
     assert split.num_blocks == 1518
 
 

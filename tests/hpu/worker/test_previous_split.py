@@ -58,7 +58,7 @@ def first_start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstS
 
 @pytest.fixture
 def first(first_start: FirstStart, recipes: Path) -> FirstStart:
-    """As if it had just been, with `recipes`."""
+    """The first start, as if it had just ended, with `recipes`."""
     shutil.copytree(first_start.left, recipes.parent, dirs_exist_ok=True)
     return first_start
 
@@ -120,7 +120,7 @@ def test_a_restart_with_a_little_other_memory_compiles_nothing(
 def test_the_profile_run_of_a_restart_has_the_same_shapes(
     recipes: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """With so many sequences the free memory bounds its largest decode."""
+    """With 3,000 sequences the free memory bounds its largest decode."""
     folder = tmp_path_factory.mktemp("long")
     model = make_tiny("llama", folder, num_hidden_layers=8, max_position_embeddings=4096)
     settings: dict[str, Any] = {

@@ -54,7 +54,7 @@ def card_memory() -> Any:
 
 
 def said(rig: WorkerRig) -> list[list[int]]:
-    """What two requests say, of whom nothing is left afterwards."""
+    """The tokens of two requests, which leave nothing behind."""
     rig.admit(0, list(range(20, 50)))
     rig.admit(1, [44, 45, 46])
     rig.prefill({0: None, 1: None})
@@ -64,7 +64,7 @@ def said(rig: WorkerRig) -> list[list[int]]:
 
 
 def live_bytes() -> int:
-    """Of all tensors that anyone holds, those too that are kept from the collector."""
+    """Bytes of all live tensors, including tensors that are frozen out of garbage collection."""
     gc.unfreeze()
     gc.collect()
     held = [

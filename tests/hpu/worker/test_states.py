@@ -76,7 +76,7 @@ def test_states_are_freed_asleep_and_counted(folder: Path) -> None:
         expected = greedy(rig)
         states = [tensor for layer in rig.worker._loaded.model.state_layers  # type: ignore[union-attr]
                   for tensor in layer.state._tensors]  # fmt: skip
-        # Of 8 requests, the runner's own and padding.
+        # States of 8 requests, of the runner itself and of padding.
         assert {len(state) for state in states} == {10}
         num_bytes = sum(state.numel() * state.element_size() for state in states)
         keys = rig.worker._components.cache.bytes  # type: ignore[union-attr]

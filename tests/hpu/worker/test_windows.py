@@ -11,7 +11,7 @@ from two_prompts import PROMPTS, greedy, working_wide
 from worker_rig import BLOCK_SIZE, WorkerRig
 
 RINGS = 10
-"""Of 8 requests, the runner's own and padding."""
+"""Rings of 8 requests, of the runner itself and of padding."""
 
 
 @pytest.fixture(scope="module", params=["gpt_oss", "llama4_text"])

@@ -10,7 +10,7 @@ KEY = {"authorization": "Bearer k"}
 
 
 class Profiled(TalkingClient):
-    """An engine with one profile at a time."""
+    """An engine that takes a single profile at a time."""
 
     is_running = False
 

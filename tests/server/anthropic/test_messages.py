@@ -1,4 +1,4 @@
-"""The Messages API over HTTP: what is asked of the model, whole answers, streams, and errors."""
+"""The Messages API over HTTP: the request to the model, whole answers, streams, and errors."""
 
 import json
 import time

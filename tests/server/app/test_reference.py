@@ -22,7 +22,7 @@ PAGE = PATH.read_text(encoding="utf-8")
 HIDDEN = {"GET /docs", "GET /openapi.json"}
 """In the page alone: no description lists itself."""
 LIKE_OTHERS = (CountBody, EmbeddingChatBody, PoolBody, PoolChatBody, ClassifyBody, ClassifyChatBody)
-"""Bodies of which the page says in words how they differ from those with a table."""
+"""Bodies whose difference from a body with a table is described in words on the page."""
 
 
 def test_the_tables_of_all_bodies_are_what_the_code_says() -> None:

@@ -1,4 +1,4 @@
-"""server/cli/batch_files.py: which lines are requests, and what is left of a batch."""
+"""server/cli/batch_files.py: which lines are requests, and which requests of a batch remain."""
 
 import json
 import os

@@ -288,7 +288,7 @@ def conversation(*turns: str) -> dict[str, Any]:
 
 @pytest.fixture
 def sharegpt(tmp_path: Path) -> Path:
-    """Two usable conversations, and one each that is too short, too long, and of one turn."""
+    """Two usable conversations, and three unusable: too short, too long, and of a single turn."""
     file = tmp_path / "sharegpt.json"
     usable = [conversation("a " * 9, "b " * 6), conversation("c " * 20, "d " * 11, "e")]
     others = [conversation("a b", "c"), conversation("a " * 2000, "b " * 9), conversation("a " * 9)]

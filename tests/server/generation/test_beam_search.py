@@ -16,7 +16,7 @@ from server.generation.pipeline import MAX_TOKENS_AT_ONCE, TOKENS_PER_SEQUENCE
 
 A, B, C, D = ids("abcd")
 CHAT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-"""What the conversation of one "hi" is as a prompt."""
+"""The prompt of the conversation with the message "hi"."""
 
 
 class BranchingClient(TalkingClient):

@@ -18,8 +18,8 @@ from server.process.api_server import GC_OBJECTS
 
 TOKENS = 1500
 MOST = 7
-"""Encodings of one chunk by the standard library that a token may cost, the double's share
-included: twice of what it does."""
+"""Encodings of a chunk by the standard library that a token may cost, including the test double's
+share: twice the measured number."""
 
 REQUESTS = 100
 ROUNDS = 6
@@ -29,7 +29,7 @@ MOST_OF_A_REQUEST = 8
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """As an API server sets it: what other tests have left is not looked through meanwhile."""
+    """The collector's settings in an API server; objects of other tests are not searched."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
@@ -61,7 +61,7 @@ async def streaming_s() -> float:
 
 
 async def test_a_streamed_token_costs_a_few_encodings() -> None:
-    # By turns: what slows a machine for a while slows both.
+    # Alternate both: a slow phase of the machine slows both.
     ratios = [await streaming_s() / encoding_s() for _ in range(ROUNDS)]
 
     assert min(ratios) < MOST
@@ -76,7 +76,7 @@ BARE = Starlette(routes=[Route("/v1/chat/completions", _echo, methods=["POST"])]
 
 
 async def asking_s(http: httpx.AsyncClient) -> float:
-    """CPU seconds of REQUESTS short chats, one after the other."""
+    """CPU seconds of REQUESTS short chats in sequence."""
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     begun_s = time.process_time()
     for _ in range(REQUESTS):
@@ -92,7 +92,7 @@ async def test_a_short_request_costs_a_few_bare_ones() -> None:
         in_memory(TalkingClient("H")) as rig,
         httpx.AsyncClient(transport=transport, base_url="http://test") as bare,
     ):
-        # By turns: what slows a machine for a while slows both.
+        # Alternate both: a slow phase of the machine slows both.
         ratios = [await asking_s(rig.http) / await asking_s(bare) for _ in range(ROUNDS)]
 
     assert min(ratios) < MOST_OF_A_REQUEST

@@ -22,7 +22,8 @@ SAID = st.lists(
     max_size=8,
 ).map("".join)
 PHASES = [phase for phase in Phase if phase is not Phase.explain]
-"""To explain a failure, every line that runs is traced: with a server in the loop, without end."""
+"""All phases but `explain`: it traces every executed line, which takes forever with a server in the
+loop."""
 BODIES = {
     "/v1/chat/completions": {
         "messages": MESSAGES,
@@ -41,7 +42,7 @@ BODIES = {
 
 
 def events_of(stream: bytes) -> list[Any]:
-    """The JSON of every event: one line, and one that names it on the routes that have names."""
+    """The JSON of every event; routes with named events have a line with the name before it."""
     assert stream.endswith(b"\n\n") and b"\r" not in stream
     found = []
     for event in stream[:-2].split(b"\n\n"):

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 from engine_rig import eventually
+from foreign_peers import connected
 from http_rig import Rig, TalkingClient, on_port
-from strangers import connected
 
 from server.http import peer_proxy
 from server.http.peer_proxy import Peers, listen
@@ -68,18 +68,18 @@ async def test_a_response_of_another_key_is_not_there_through_a_sibling_either(
     tmp_path: Path,
 ) -> None:
     async with two(tmp_path, api_keys=("k", "other")) as (own, other):
-        stranger = {"x-api-key": "other"}
+        other_key = {"x-api-key": "other"}
         made = (await own.post(ROUTE, {"input": "hi"}, headers=KEY)).json()
         path = f"{ROUTE}/{made['id']}"
 
         refused = [
-            await other.http.get(path, headers=stranger),
-            await other.http.get(f"{path}?stream=true", headers=stranger),
-            await other.http.get(f"{path}/input_items", headers=stranger),
-            await other.http.post(f"{path}/cancel", headers=stranger),
-            await other.http.delete(path, headers=stranger),
+            await other.http.get(path, headers=other_key),
+            await other.http.get(f"{path}?stream=true", headers=other_key),
+            await other.http.get(f"{path}/input_items", headers=other_key),
+            await other.http.post(f"{path}/cancel", headers=other_key),
+            await other.http.delete(path, headers=other_key),
             *[
-                await other.post(route, body, headers=stranger)
+                await other.post(route, body, headers=other_key)
                 for route in (ROUTE, f"{ROUTE}/input_tokens")
                 for body in (
                     {"input": "go on", "previous_response_id": made["id"]},
@@ -223,7 +223,7 @@ async def test_many_open_connections_without_a_token_keep_no_sibling_out(tmp_pat
         made = (await own.post(ROUTE, {"input": "hi"})).json()
         before = psutil.Process().num_fds()
         path = tmp_path / "0.sock"
-        strangers = [await asyncio.to_thread(connected, path) for _ in range(200)]
+        foreign_peers = [await asyncio.to_thread(connected, path) for _ in range(200)]
         await asyncio.sleep(0.1)
         opened = psutil.Process().num_fds() - before
 
@@ -235,10 +235,10 @@ async def test_many_open_connections_without_a_token_keep_no_sibling_out(tmp_pat
 
         assert got.json() == made
         assert sorted(times)[2] < 0.1, times
-        # The 200 ends of the strangers themselves are this process's too.
+        # The 200 ends of the foreign peers themselves are this process's too.
         assert opened <= 200 + peer_proxy.MAX_UNAUTHENTICATED
-        for stranger in strangers:
-            stranger.close()
+        for foreign_peer in foreign_peers:
+            foreign_peer.close()
         assert await eventually(lambda: psutil.Process().num_fds() <= before + 4, 5)
 
 

@@ -52,7 +52,7 @@ def shared(processes: ForkServer) -> Iterator[ImagePreprocessor]:
 
 
 def processed(folder: Path, image: Image.Image, token: str, **options: int) -> Answer:
-    """As the processes do it, here."""
+    """The image, processed in this process instead of a helper process."""
     return ImageProcessor(Setup(str(folder), token, options)).process(image)
 
 
@@ -64,7 +64,8 @@ def arrays_of(image: ProcessedImage | Answer) -> dict[str, np.ndarray]:
 
 
 OTHERS = [f for f in FAMILIES if f not in ("qwen2_vl", "phi4_multimodal")]
-"""Of the last one the image processor of transformers needs torchvision."""
+"""Families without qwen2_vl and phi4_multimodal: transformers' image processor of the latter needs
+torchvision."""
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -228,7 +229,7 @@ def test_a_checkpoint_without_a_processor_is_told(tmp_path: Path) -> None:
 
 
 def unknown(name: str, folder: Path) -> Setup:
-    """Of a model whose images only transformers knows."""
+    """The set-up of a model whose images only transformers knows."""
     make_tiny_vision(name, folder, weights=False)
     token = UNLISTED[name].tokens[0]
     return Setup(str(folder), token, {}, is_unlisted=True)
@@ -241,7 +242,7 @@ def test_the_processor_of_transformers_writes_the_prompt_of_a_model_in_no_list(
 
     answer = processor.process(picture(90, 200))
 
-    # 112 x 56 pixels in patches of 14, of which 2 x 2 are an embedding.
+    # 112 x 56 pixels in patches of 14; 2 x 2 patches are an embedding.
     assert answer.text == "<|image_pad|>" * 8
     assert [(tensor.name, tensor.shape) for tensor in answer.tensors] == [
         ("pixel_values", (1, 3, 112, 56)),

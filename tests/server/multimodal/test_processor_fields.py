@@ -133,7 +133,7 @@ def test_a_wrong_field_is_named_with_its_value(family: str, field: str) -> None:
 
         message = str(caught.value)
         assert field in message, value
-        # A list is judged by its entries, and an object by its fields.
+        # The message names a list's entries and an object's fields.
         if isinstance(value, (int, float)) or value in ("ten", "yes"):
             assert repr(value) in message or f"{value:g}" in message
 

@@ -100,7 +100,7 @@ def test_a_turned_video_is_shown_upright() -> None:
     frames = read_frames(Video(bytes(data)), 32, -1).images
 
     assert frames[0].size == (32, 64)
-    # What was left is above.
+    # The left side of the video is at the top of the frames.
     assert frames[0].getpixel((16, 8))[0] > 150  # type: ignore[index]
     assert frames[0].getpixel((16, 56))[2] > 150  # type: ignore[index]
 

@@ -141,7 +141,7 @@ def test_what_loses_least_is_what_stays(tmp_path: Path) -> None:
         fields = json.loads(config.read_text())
         assert ("VLLMKVCache" in fields["allowlist"]["types"]) == with_attention
         assert fields["blocklist"]["names"][0] == "mlp.up"
-        # As the compressor reads them.
+        # The compressor's reading of its own file.
         found = {
             name
             for name in measures

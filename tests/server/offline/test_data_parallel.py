@@ -1,4 +1,4 @@
-"""LLM(data_parallel_size=2): from a plain script, with the tokens of one engine."""
+"""LLM(data_parallel_size=2): from a plain script, with the tokens of a single engine."""
 
 import json
 import os

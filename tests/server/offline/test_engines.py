@@ -23,7 +23,7 @@ CHECKS = all_checks()
 @pytest.fixture(autouse=True)
 def without_variables_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (CACHE, "PT_HPU_LAZY_MODE", "PT_HPU_RECIPE_CACHE_CONFIG"):
-        # So that a variable that a test sets is removed after it.
+        # monkeypatch then removes a variable that the test sets.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 

@@ -60,7 +60,8 @@ def our_threads() -> list[str]:
 
 
 def new_threads(before: set[threading.Thread]) -> list[str]:
-    """Names of those that were started since; without tqdm's monitor, which it never stops."""
+    """Names of threads that were started since `before`, without tqdm's monitor, which never
+    stops."""
     started = set(threading.enumerate()) - before
     return [thread.name for thread in started if not isinstance(thread, tqdm.TMonitor)]
 

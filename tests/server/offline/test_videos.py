@@ -1,4 +1,4 @@
-"""Videos from Python: in all forms that LLM takes them, the same tokens."""
+"""Videos from Python: all forms that LLM takes give the same tokens."""
 
 from collections.abc import Iterator
 from typing import Any

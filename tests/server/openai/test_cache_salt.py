@@ -1,4 +1,5 @@
-"""Who shares cached blocks: by default all, with --cache-salt-per-key only requests of one key."""
+"""Which requests share cached blocks: all by default; with --cache-salt-per-key only requests of
+the same key."""
 
 import contextlib
 from collections.abc import AsyncIterator

@@ -43,7 +43,7 @@ def texts_of(words: frozenset[str]) -> st.SearchStrategy[str]:
 
 
 FORMS = {family: name for name, family in TOOL_CALL_FORMATS.items()}
-"""Each family once, and those of calls that a grammar forces."""
+"""Each family once, and the parsers of calls that a grammar forces."""
 FORMS |= {Arguments("now"): "named", CALLS_ALONE: "required"}
 CUTS = st.lists(st.integers(0, 400), max_size=6)
 
@@ -165,7 +165,7 @@ def lost_of(text: str, said: str, marks: list[str]) -> list[str] | None:
         min(len(text), len(said)),
     )
     for mark in marks:
-        # What is left out may begin before the first difference, with the same characters.
+        # The omitted part may begin before the first difference, with the same characters.
         for start in range(max(0, place - len(mark)), place + 1):
             if text.startswith(mark, start):
                 rest = lost_of(text[start + len(mark) :], said[start:], marks)

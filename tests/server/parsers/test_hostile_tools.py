@@ -65,7 +65,7 @@ def test_many_required_arguments_take_linear_time() -> None:
 
 
 def shared(count: int, definition: Any) -> dict[str, Any]:
-    """Required arguments that refer to one definition."""
+    """Required arguments that refer to the same definition."""
     names = [f"a{n}" for n in range(count)]
     return {
         "type": "object",

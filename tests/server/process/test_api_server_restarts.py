@@ -92,7 +92,7 @@ def test_the_death_of_one_leaves_the_streams_of_the_other_alone(daemon: LiveServ
         stream.join(60)
     broken = [stream for stream in streams if stream.text is None]
     whole = [stream for stream in streams if stream.text is not None]
-    # The kernel gives each connection to one of the two.
+    # The kernel gives each connection to either server.
     assert broken and whole
     assert {(stream.text, stream.num_tokens) for stream in whole} == {(alone.text, NUM_TOKENS)}
     # The engine has aborted the others: it checks itself that no block is lost when it is idle.
@@ -107,7 +107,8 @@ def test_the_death_of_one_leaves_the_streams_of_the_other_alone(daemon: LiveServ
     )
     assert metric(daemon, "vllm:prompt_tokens_total") >= before
 
-    # The successor alone serves on the same port, and no key of its is one of its predecessor's.
+    # The successor alone serves on the same port, and none of its keys equals a key of its
+    # predecessor.
     os.kill(survivor, signal.SIGSTOP)
     try:
         wait_for(lambda: has_answer(daemon))
@@ -134,7 +135,7 @@ def test_one_that_dies_too_often_ends_the_server(daemon: LiveServer) -> None:
     for number in range(2):
         killed = api_servers(daemon)[-1]
         os.kill(killed, signal.SIGKILL)
-        # A request to the one that dies would end without an answer.
+        # A request to the dying server would end without an answer.
         wait_for(lambda: killed not in api_servers(daemon))  # noqa: B023 waited for here
         wait_for(lambda: len(api_servers(daemon)) == 2)
         restarts = "gaudiserve:api_server_restarts_total"

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def started(model: str, log: Path) -> Iterator[LiveServer]:
     flags = ("--served-model-name=tiny", "--dtype=float32", "--api-server-count=2", "--no-resume")
     with running(model, log, *flags) as live:
-        # /ready is the state of one API server: wait until all are ready.
+        # /ready is the state of a single API server: wait until all are ready.
         wait_for(lambda: all(live.ask("/ready").status_code == 200 for _ in range(ROUNDS)))
         yield live
 

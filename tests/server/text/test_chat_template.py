@@ -626,7 +626,7 @@ def test_a_template_file_that_is_not_there_is_named() -> None:
 
 
 async def test_tools_that_a_template_would_drop_are_refused() -> None:
-    # It names tools, but not those of the request.
+    # The template names tools, but not the tools of the request.
     template = ours(
         "{% for m in messages %}{{ m.content }}{{ m.tools }}{% endfor %}", generic_tools=False
     )

@@ -15,7 +15,8 @@ def with_normalizer(encoder: Tokenizer, normalizer: normalizers.Normalizer) -> T
 
 
 def without_some_bytes() -> Tokenizer:
-    """As published tokenizers are: control bytes that the training text never had are dropped."""
+    """A tokenizer that drops control bytes absent from its training text, like published
+    tokenizers."""
     vocab = [c for c in pre_tokenizers.ByteLevel.alphabet() if c not in "ĀāĂ"]
     encoder = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(vocab))}, merges=[]))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

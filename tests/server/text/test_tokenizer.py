@@ -81,7 +81,7 @@ def test_decoding_with_a_byte_fallback_is_the_librarys_where_the_bytes_are_text(
 
     text = bare(encoder).decode(ids, skip)
 
-    # The library replaces a whole run of bytes when one of them is wrong; we keep what is right.
+    # The library replaces a whole run of bytes when a byte of it is wrong; we keep the right part.
     assert text == expected or "\ufffd" in text
 
 

@@ -303,7 +303,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # theirs
 def test_the_estimate_of_a_launch_is_what_a_layer_takes(
     rows: int, length: int, whole: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the products and the softmax that devices have, one by one."""
+    """The estimate holds for separate products and softmax, the form that devices run."""
     monkeypatch.setattr("hpu.layers.cross_attention.attend", attend_unfused)
     rig = WorkerRig(folder, max_num_seqs=3, images_per_request=3)
     try:
@@ -347,6 +347,6 @@ def test_a_plan_counts_what_layers_that_read_images_take(folder: Path, whole: An
 
     seen = 2 * 4 * 17
     assert with_images.activation_bytes - without.activation_bytes == (
-        # Of 4 heads, and a mask; and keys and values of 2 heads of 8.
+        # Scores of 4 heads and a mask; keys and values of 2 heads of 8.
         128 * 4 * seen * (1 + 3 * 4) + seen * 2 * 2 * 8 * 2
     )

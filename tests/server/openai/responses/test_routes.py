@@ -43,7 +43,7 @@ async def streamed(rig: Rig, given: Any = "hi", **fields: Any) -> list[dict[str,
 
 
 def told(stream: str) -> list[dict[str, Any]]:
-    """The events of a stream, each of which must be two lines, numbered one by one."""
+    """The events of a stream. Each event must have two lines and the next number."""
     *frames, end = stream.split("\n\n")
     assert end == ""
     made = []
@@ -56,7 +56,7 @@ def told(stream: str) -> list[dict[str, Any]]:
 
 
 def alike(response: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs between two answers to one question."""
+    """The response without the parts that differ between two answers to the same question."""
     text = json.dumps({**response, "created_at": 0, "completed_at": 0})
     for item in response["output"]:
         text = text.replace(item.get("call_id", "?"), "call")

@@ -23,7 +23,7 @@ from engine_rig import (
     read_all,
     request_of,
 )
-from strangers import all_strangers, connect_and_leave, connected, counting, forgers
+from foreign_peers import all_foreign_peers, connect_and_leave, connected, counting, forgers
 
 from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
@@ -52,14 +52,14 @@ def zmq_context() -> Iterator[ZmqContext]:
 
 @pytest.fixture
 def listening() -> Iterator[ZmqContext]:
-    """Those of the process that strangers connect to."""
+    """The sockets of the process that foreign peers connect to."""
     zmq_context = ZmqContext(TOKEN)
     yield zmq_context
     zmq_context._context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])
-async def test_strangers_that_are_first_do_not_keep_the_engine_or_its_worker_out(
+async def test_the_engine_and_its_worker_connect_after_foreign_peers(
     executor: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     process = psutil.Process()
@@ -69,12 +69,12 @@ async def test_strangers_that_are_first_do_not_keep_the_engine_or_its_worker_out
 
         with contextlib.ExitStack() as stack:
             path = Path(rig.directory, "fe0.sock")
-            count = stack.enter_context(all_strangers(path, zmq.DEALER, b"0.in"))
+            count = stack.enter_context(all_foreign_peers(path, zmq.DEALER, b"0.in"))
             if executor == "mp":
                 for name, kind in (("plans.sock", zmq.XSUB), ("results.sock", zmq.PUSH)):
                     path = Path(rig.directory, name)
                     assert await eventually(path.exists, 10)
-                    stack.enter_context(all_strangers(path, kind, b""))
+                    stack.enter_context(all_foreign_peers(path, kind, b""))
             await asyncio.wait_for(rig.client.wait_ready(), 20)
             tokens = await generate(rig.client, 5)
             is_counted = await eventually(lambda: rejected() >= count, 5)
@@ -89,7 +89,7 @@ async def test_strangers_that_are_first_do_not_keep_the_engine_or_its_worker_out
     assert len(warnings) == 1 and warnings[0].levelno == logging.WARNING
 
 
-async def test_an_engine_that_ends_before_it_sends_a_message_is_no_stranger(
+async def test_an_engine_that_ends_before_it_sends_a_message_is_no_foreign_peer(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
@@ -124,7 +124,7 @@ async def test_nobody_can_connect_to_a_serving_engine(executor: str) -> None:
         assert tokens == list(range(5)) == await generate(rig.client, 5)
 
 
-async def test_strangers_beside_an_engine_that_is_connected_disturb_no_request(
+async def test_foreign_peers_beside_an_engine_that_is_connected_disturb_no_request(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
@@ -140,7 +140,7 @@ async def test_strangers_beside_an_engine_that_is_connected_disturb_no_request(
     await asyncio.wait_for(client.wait_ready(), 5)
     latencies = []
 
-    with all_strangers(path, zmq.DEALER, b"0.in") as count:
+    with all_foreign_peers(path, zmq.DEALER, b"0.in") as count:
         while rejected() < count and len(latencies) < 500:
             began = time.monotonic()
             box = client.add(request_of(prompt_of(1), asking(1)))
@@ -158,7 +158,7 @@ async def test_strangers_beside_an_engine_that_is_connected_disturb_no_request(
     assert sorted(latencies)[len(latencies) // 2] < 0.1, latencies
 
 
-async def test_the_engines_end_is_told_from_a_strangers(
+async def test_the_end_of_the_engine_is_distinguished_from_the_end_of_a_foreign_peer(
     zmq_context: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
     address = endpoint(str(tmp_path), "fe0.sock")
@@ -184,7 +184,7 @@ async def test_the_engines_end_is_told_from_a_strangers(
     assert events == ["0.in", "rejected", "rejected", "rejected", "hangup", "rejected"]
 
 
-async def test_a_descriptor_that_a_stranger_had_before_is_the_engines_now(
+async def test_a_descriptor_that_a_foreign_peer_had_before_is_the_engines_now(
     zmq_context: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
@@ -196,20 +196,20 @@ async def test_a_descriptor_that_a_stranger_had_before_is_the_engines_now(
         lambda: events.append("rejected"),
     )
 
-    # The loop stands still, so that the engine's first message and the strangers' ends are both
-    # there when it goes on. The strangers' own descriptors stay taken.
-    strangers = [connected(path) for _ in range(20)]
+    # The loop stands still, so that the engine's first message and the foreign peers' ends are both
+    # there when it goes on. The foreign peers' own descriptors stay taken.
+    foreign_peers = [connected(path) for _ in range(20)]
     threading.Event().wait(0.1)
     theirs = descriptors_of(path)
-    for stranger in strangers:
-        stranger.shutdown(socket.SHUT_RDWR)
+    for foreign_peer in foreign_peers:
+        foreign_peer.shutdown(socket.SHUT_RDWR)
     threading.Event().wait(0.1)
     line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     line.send(Hello(0, 1))
     threading.Event().wait(0.2)
     is_one_of_theirs = len(theirs) == 21 and descriptors_of(path) < theirs
-    for stranger in strangers:
-        stranger.close()
+    for foreign_peer in foreign_peers:
+        foreign_peer.close()
     is_told = await eventually(lambda: len(events) == 21, 5)
     line.close()
     board.close()
@@ -233,10 +233,10 @@ def _target(link: Path) -> str:
         return ""
 
 
-async def test_thousands_of_strangers_while_the_loop_stands_still_hold_nobody_up(
+async def test_thousands_of_foreign_peers_while_the_loop_stands_still_hold_nobody_up(
     zmq_context: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
-    """ZeroMQ's own thread would wait for who reads the news, and move no messages meanwhile."""
+    """ZeroMQ's own thread would wait for a reader of the events, and move no messages meanwhile."""
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
     board = listening.bind_router(address, FromEngine)
     crowd = threading.Thread(target=connect_and_leave, args=(path, 3000), daemon=True)
@@ -262,7 +262,7 @@ async def test_thousands_of_strangers_while_the_loop_stands_still_hold_nobody_up
 
 
 @pytest.mark.parametrize("stay_open", [True, False])
-def test_a_stranger_that_is_first_does_not_take_the_workers_place(
+def test_a_foreign_peer_that_is_first_does_not_take_the_workers_place(
     zmq_context: ZmqContext,
     listening: ZmqContext,
     tmp_path: Path,
@@ -273,7 +273,7 @@ def test_a_stranger_that_is_first_does_not_take_the_workers_place(
     address, path = endpoint(str(tmp_path), "w0.sock"), tmp_path / "w0.sock"
     engine = listening.bind_pair(address, FromWorker)
 
-    with all_strangers(path, zmq.PAIR, b""):
+    with all_foreign_peers(path, zmq.PAIR, b""):
         if stay_open:
             worker = zmq_context.connect_pair(address, ToWorker)
             worker.send(WarmupProgress("load", 0, 1))
@@ -299,7 +299,7 @@ def test_a_stranger_that_is_first_does_not_take_the_workers_place(
     assert any("w0.sock" in record.getMessage() for record in caplog.records)
 
 
-def test_a_stranger_counts_as_no_worker_and_gets_and_sends_nothing(
+def test_a_foreign_peer_counts_as_no_worker_and_gets_and_sends_nothing(
     zmq_context: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
     """A worker's two connections: where plans are published, and where results are collected."""
@@ -308,7 +308,7 @@ def test_a_stranger_counts_as_no_worker_and_gets_and_sends_nothing(
     publisher = listening.bind_publisher(plans, 1)
     collector = listening.bind_collector(results, tuple[int, FromWorker])
 
-    with all_strangers(paths[0], zmq.XSUB, b""), all_strangers(paths[1], zmq.PUSH, b""):
+    with all_foreign_peers(paths[0], zmq.XSUB, b""), all_foreign_peers(paths[1], zmq.PUSH, b""):
         time.sleep(0.2)
         is_first = publisher.has_all_peers()
         early = collector.receive()
@@ -335,20 +335,20 @@ def test_a_connection_that_never_presents_the_token_is_closed(
 ) -> None:
     path = tmp_path / "w0.sock"
     engine = listening.bind_pair(endpoint(str(tmp_path), "w0.sock"), FromWorker)
-    stranger = connected(path)
-    stranger.settimeout(5)
+    foreign_peer = connected(path)
+    foreign_peer.settimeout(5)
 
     began = time.monotonic()
-    while stranger.recv(64):
+    while foreign_peer.recv(64):
         pass
     waited = time.monotonic() - began
-    stranger.close()
+    foreign_peer.close()
     engine.close()
 
     assert 0.2 < waited < 2
 
 
-def test_a_slow_handshake_of_this_machine_is_no_stranger(
+def test_a_slow_handshake_of_this_machine_is_no_foreign_peer(
     listening: ZmqContext,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -359,8 +359,8 @@ def test_a_slow_handshake_of_this_machine_is_no_stranger(
     slow = connected(tmp_path / "w0.sock")
     host, _, port = remote.endpoint.removeprefix("tcp://").rpartition(":")
 
-    with socket.create_connection((host, int(port)), timeout=5) as stranger:
-        while stranger.recv(64):
+    with socket.create_connection((host, int(port)), timeout=5) as foreign_peer:
+        while foreign_peer.recv(64):
             pass
     slow.settimeout(0.1)
     greeting = slow.recv(64)

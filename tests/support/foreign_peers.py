@@ -12,7 +12,7 @@ import zmq
 from engine.transport.messages import Failed, Hello
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + bytes(32)
-"""Of ZMTP 3.0, as a client's; then commands follow."""
+"""A client's greeting of ZMTP 3.0; commands follow it."""
 HUGE_COMMAND = b"\x06" + (2**40).to_bytes(8, "big")
 """A long command, announced and not sent."""
 WRONG_HELLO = b"\x04\x0c\x05HELLO\x01x\x03bad"
@@ -50,8 +50,8 @@ def connect_and_leave(path: Path, count: int) -> None:
 
 @contextlib.contextmanager
 def forgers(path: Path, kind: int, name: bytes) -> Iterator[None]:
-    """Whole ZeroMQ peers with the name of one of ours and messages as it sends them: one shows no
-    password, one a wrong one. They connect again when they are dropped."""
+    """Complete ZeroMQ peers with the name and the messages of a real peer. The first sends no
+    password, the second a wrong password. They reconnect when they are dropped."""
     context = zmq.Context()
     peers = [context.socket(kind), context.socket(kind)]
     try:
@@ -72,9 +72,9 @@ def forgers(path: Path, kind: int, name: bytes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def all_strangers(path: Path, kind: int, name: bytes) -> Iterator[int]:
-    """Every kind of stranger at once, open until the end; how many connections that makes at least:
-    forgers try again and again."""
+def all_foreign_peers(path: Path, kind: int, name: bytes) -> Iterator[int]:
+    """All kinds of foreign connections at the same time, open until the end. Gives the least number
+    of connections that this makes: the forgers reconnect."""
     with contextlib.ExitStack() as stack:
         for sends in RAW.values():
             stack.enter_context(connected(path, sends))
