@@ -1,12 +1,12 @@
-"""What LoRA adapters cost: tokens per second of the same streams without adapters, with one for
-all, and with several mixed, by turns in one process.
+"""The cost of LoRA adapters: tokens per second of the same streams without adapters, with a common
+adapter, and with several mixed, in alternating rounds of a process.
 
     python benchmarks/adapters.py [--model FOLDER] [--streams 1 32] [--adapters 8] [--rank 16]
     python benchmarks/adapters.py --server 'NAME=COMMAND --port {port} --lora-modules {modules}'
 
 The adapters have random weights for all linear layers. Streams decode greedily; the best of the
 rounds counts, since other work on the machine only takes time. With `--server` OpenAI servers do
-the same over HTTP, one after the other: each is started by its command, in which {modules} are the
+the same over HTTP, in sequence: each server is started by its command, in which {modules} are the
 adapters as NAME=FOLDER. Run nothing else at the same time.
 """
 
@@ -55,11 +55,12 @@ def write_adapter(folder: Path, model: str, rank: int, seed: int) -> Path:
 
 
 Rate = Callable[[int, list[str | None]], float]
-"""Output tokens per second of so many streams, which use the adapters of a list in turn."""
+"""Output tokens per second of a number of streams; the streams use the adapters of a list in turn.
+"""
 
 
 def offline(stack: ExitStack, args: argparse.Namespace, model: str, modules: list[str]) -> Rate:
-    """Of this process."""
+    """The rate of an LLM in this process."""
     llm = stack.enter_context(
         LLM(
             model,
@@ -88,7 +89,7 @@ def offline(stack: ExitStack, args: argparse.Namespace, model: str, modules: lis
 
 
 def of_server(stack: ExitStack, command: str, num_tokens: int, modules: list[str]) -> Rate:
-    """Of the server that `command` starts."""
+    """The rate of the server that `command` starts."""
     server = stack.enter_context(started(command.replace("{modules}", " ".join(modules))))
     options = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
 

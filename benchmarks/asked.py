@@ -18,8 +18,8 @@ def quoting_messages() -> list[list[dict[str, str]]]:
 
 
 def ask(port: int, path: str, bodies: Sequence[dict[str, object]]) -> tuple[int, float]:
-    """(output tokens, seconds) of requests to `path` of a server on this machine, all at once.
-    Raises OSError for one that fails."""
+    """(output tokens, seconds) of simultaneous requests to `path` of a server on this machine.
+    Raises OSError if a request fails."""
     with ThreadPoolExecutor(len(bodies)) as threads:
         start = time.perf_counter()
         counts = list(threads.map(lambda body: _ask(port, path, body), bodies))

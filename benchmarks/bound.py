@@ -26,7 +26,7 @@ BYTES_PER_WEIGHT = 2
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a machine: bytes it reads in a second, and multiplications of bfloat16 it does."""
+    """A machine's rates: bytes read per second, and bfloat16 multiplications per second."""
 
     reads: float
     multiplies: float
@@ -34,19 +34,19 @@ class Rates:
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of weights of a checkpoint, those of norms and of the embedding left out."""
+    """Numbers of weights of a checkpoint, without norms and embedding."""
 
     body: int
     """Without experts and head."""
     experts: int
-    """Of all routed experts."""
+    """Weights of all routed experts."""
     head: int
     num_experts: int = 1
     top_k: int = 1
 
     @property
     def used(self) -> float:
-        """Weights that one token is multiplied with, without the head."""
+        """Weights that a single token is multiplied with, without the head."""
         return self.body + self.experts * self.top_k / self.num_experts
 
     def read(self, num_tokens: int) -> float:
@@ -56,8 +56,8 @@ class Weights:
 
 
 def machine_rates() -> Rates:
-    """Measured with all cores: the better of our products and PyTorch's, of reading in a sum and in
-    a product of one row."""
+    """Rates measured with all cores: the better of our products and PyTorch's, and the better of
+    reading in a sum and in a product of a single row."""
     CpuBackend()  # sets the number of threads as in the server
     with torch.inference_mode():
         x, weight = torch.randn(ROWS, INPUTS).bfloat16(), torch.randn(OUTPUTS, INPUTS).bfloat16()
@@ -83,7 +83,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def read_weights(folder: Path) -> Weights:
-    """Of a Hugging Face folder in one safetensors file."""
+    """The weights of a Hugging Face folder with a single safetensors file."""
     config = json.loads((folder / "config.json").read_text())
     with (folder / "model.safetensors").open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
@@ -105,8 +105,8 @@ def read_weights(folder: Path) -> Weights:
 def least_seconds(
     weights: Weights, rates: Rates, *, prompt: int, output: int, streams: int, requests: int
 ) -> float:
-    """Of a load of `requests`, `streams` at a time: the prompts' products, one row of logits each,
-    then a decode of all streams for each further token."""
+    """The least seconds of a load of `requests`, `streams` at a time: the prompts' products, a row
+    of logits each, then a decode of all streams for each further token."""
     prompts = requests * (prompt * weights.used + weights.head) / rates.multiplies
     products = streams * (weights.used + weights.head) / rates.multiplies
     decode = max(BYTES_PER_WEIGHT * weights.read(streams) / rates.reads, products)

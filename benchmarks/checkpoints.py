@@ -1,9 +1,10 @@
 """Writes a checkpoint with random weights and a real shape, for benchmarks: a dense Llama of 1.17
-billion parameters, or a mixture of experts (Qwen3-MoE) of 0.95 billion, of which a token uses 0.19.
+billion parameters, or a mixture of experts (Qwen3-MoE) of 0.95 billion, with 0.19 billion for each
+token.
 
     python benchmarks/checkpoints.py dense TOKENIZER_FOLDER OUT_FOLDER
 
-The tokenizer is that of another checkpoint, with 49,152 tokens (the demo model's, say). The model
+The tokenizer comes from another checkpoint with 49,152 tokens, such as the demo model. The model
 only generates tokens that are words, so that each token is text and no answer ends early.
 """
 

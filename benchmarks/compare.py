@@ -5,8 +5,8 @@
         --server 'other=other-server --port {port}' --flags 'other=--no-ignore-eos'
 
 Each server is started by its command, loaded by `gaudiserve bench serve`, and stopped before the
-next one starts. With `--turns` all of them run, and each load goes from server to server: for two
-versions of one server, whose difference is smaller than the drift of the machine between two runs.
+next one starts. With `--turns` all servers run, and each load goes from server to server: for two
+versions of a server, whose difference is smaller than the drift of the machine between two runs.
 Run nothing else at the same time. Writes OUT.json and OUT.md after each server. A server that does
 not start is reported and skipped, and the exit status is 1. With `--weights` of the model's folder,
 the tables have a column with what the machine's memory and matrix products allow at most
@@ -36,7 +36,7 @@ from benchmarks.started import NotStarted, started
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of one shape; lengths in tokens."""
+    """Requests of the same shape; lengths in tokens."""
 
     name: str
     prompt: int

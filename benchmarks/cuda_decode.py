@@ -67,7 +67,7 @@ SHAPES = {
 
 
 def open_device(name: str) -> Backend:
-    """The back end of `name`; exits with one sentence if there is no such device."""
+    """The back end of `name`; exits with a sentence if there is no such device."""
     if name == "cpu":
         return CpuBackend()
     missing = missing_cuda(
@@ -223,7 +223,7 @@ def weight_bytes(model: Decoder) -> int:
 def one_line(
     model: Decoder, backend: Backend, options: argparse.Namespace, num_rows: int, speed: float
 ) -> str:
-    """The table row of one batch size."""
+    """The table row of a batch size."""
     token_bytes = block_bytes(model, 1, model.dtype)
     total_steps = WARM_STEPS + options.steps
     reserved = num_rows * (options.context + total_steps + backend.default_block_size)

@@ -6,9 +6,9 @@
 
 Measures streamed tokens, short requests, time to the first byte, the effect of a long prompt on
 other streams, and the memory of idle streams. The last two are not measured for peers and for
-servers with a model of their own, which are started one after the other instead of the null engine.
-CPU seconds are the main figure, because other work on the cores does not change them. Writes
-OUT.json and OUT.md. Run nothing else at the same time.
+servers with a model of their own, which are started in sequence instead of the null engine. CPU
+seconds are the main figure, because other work on the cores does not change them. Writes OUT.json
+and OUT.md. Run nothing else at the same time.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def tokens_out(target: Target, count: int, max_tokens: int) -> Row:
 
 
 def first_byte(target: Target, count: int) -> Row:
-    """Streams of one token, one after the other, on an idle server."""
+    """Streams of a single token, in sequence, on an idle server."""
     (stream,) = target.streams(1)
     request = target.server.request(CHAT, target.body(1))
     firsts, texts, tokens = [], [], []
@@ -145,7 +145,7 @@ def first_byte(target: Target, count: int) -> Row:
 
 
 def requests_in(target: Target, count: int, seconds: float) -> Row:
-    """Short chats of one token in a closed loop."""
+    """Short chats of a single token in a closed loop."""
     streams = target.streams(count)
     request = target.server.request(CHAT, target.body(1, stream=False))
     closed_loop(streams, request, seconds / 4)
@@ -165,7 +165,7 @@ def requests_in(target: Target, count: int, seconds: float) -> Row:
 
 
 def long_prompt(target: Target, step_ms: float, num_tokens: int) -> Row:
-    """Inter-token latency of 64 streams, alone and with one prompt of `num_tokens`."""
+    """Inter-token latency of 64 streams, alone and with a prompt of `num_tokens`."""
     request = target.server.request(CHAT, target.body(300))
     long = target.body(1, messages=[{"role": "user", "content": " sea" * num_tokens}])
     results: Row = {"step_ms": step_ms}

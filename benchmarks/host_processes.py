@@ -25,7 +25,7 @@ class Steps:
     """The decode steps of a batch."""
 
     seconds: list[float]
-    """Of each step, including the device's idle time before it."""
+    """Seconds of each step, including the device's idle time before it."""
     engine_s: float
     """CPU seconds of the engine's thread per step."""
     sockets_s: float
@@ -36,7 +36,7 @@ async def watch_steps(
     num_rows: int, step_s: float, num_steps: int, *, num_workers: int = 1
 ) -> Steps:
     """Steps of a batch on a device with `step_s` per step. `num_workers` processes get each plan;
-    one of them answers."""
+    the first answers."""
     config = dataclasses.replace(
         make_config(num_rows, PROMPT_TOKENS + 3 * num_rows + WARM_STEPS + 2 * num_steps),
         parallel=ParallelConfig(tensor_parallel_size=num_workers),

@@ -166,8 +166,8 @@ def watch_decodes(num_rows: int, num_waiting: int, context: int, num_steps: int)
 
 @dataclass
 class Admission:
-    """CPU seconds of one thread: to queue all requests, from the first frame on, and to abort them
-    all."""
+    """CPU seconds of the engine's thread: to queue all requests, from the first frame on, and to
+    abort them all."""
 
     queue_s: float
     abort_s: float

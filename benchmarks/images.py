@@ -114,7 +114,7 @@ def make(source: Path, out: Path) -> None:
 
 
 def picture(seed: int) -> bytes:
-    """A PNG; each seed has another one."""
+    """A PNG that differs for each seed."""
     noise = np.random.default_rng(seed).integers(0, 256, (28, 28, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(file, "PNG")

@@ -1,5 +1,5 @@
 """Prefill and decode of the CPU's compiled kernels, compared with the machine's own bound and with
-an earlier state of the kernels, by turns in one process.
+an earlier state of the kernels, in alternating rounds of a process.
 
     python benchmarks/kernels.py --model demo --before ../before/hpu/native --markdown kernels.md
     python benchmarks/kernels.py --context 4096 --kv-cache-dtype auto int8 fp8 --launch "decode 8"
@@ -8,7 +8,7 @@ an earlier state of the kernels, by turns in one process.
 Weights are random. The bound of a launch is the longer of two times: to read its weights and its
 cached keys and values once, and to compute its products, at the rates that the same threads reach
 when they do nothing else (benchmarks/rates.cpp). `--before` takes a folder with decode.cpp, whose
-structures must be those of this tree. Several `--kv-cache-dtype` or `--quantization` are compared
+structures must equal this tree's. Several `--kv-cache-dtype` or `--quantization` are compared
 in the place of two states; `stored4` are the 4 bits of AWQ and GPTQ checkpoints, in groups of 64.
 """
 
@@ -111,7 +111,7 @@ def _stored(weight: Tensor) -> QuantizedWeight:
 
 
 def _filled(shape: Sequence[int], config: ModelConfig, format: KVCacheFormat | None) -> Tensor:
-    """A cache of random rows, the first `DIFFERENT_BLOCKS` of which come again and again."""
+    """A cache of random rows; its first `DIFFERENT_BLOCKS` blocks repeat."""
     *outer, num_heads, _ = shape
     slots = prod(outer)
     size = (min(slots, DIFFERENT_BLOCKS * BLOCK_SIZE), num_heads, config.head_dim)
@@ -267,7 +267,7 @@ class Rates:
         self._code = ctypes.CDLL(str(compiled(RATES, folder / "rates.so")))
         self._code.multiply_only.restype = self._code.read_only.restype = ctypes.c_double
         self._threads = ctypes.c_int64(threads)
-        # As the weights are.
+        # Huge pages, like the memory of the weights.
         self._memory = HugePages().allocate((READ_BYTES,), torch.uint8).fill_(1)
         self.multiplied: list[float] = []
         self.read: list[float] = []

@@ -195,7 +195,7 @@ def markdown(device: str, lines: list[Numbers], counts: Numbers) -> str:
 
 
 def open_device(name: str) -> Backend:
-    """The back end of `name` as a worker opens it; exits with one sentence if it cannot."""
+    """The back end of `name` as a worker opens it; exits with a sentence on failure."""
     try:
         return select_backend(EngineConfig("none", device=name, seed=0))
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""The rate at which weights are loaded, beside that at which the disk gives the files.
+"""The rate at which weights are loaded, beside the disk's own rate for the files.
 
     python benchmarks/load.py make FOLDER --layers 45      a checkpoint of 0.54 GB + 0.44 GB a layer
-    python benchmarks/load.py measure FOLDER               the disk alone and our loader, by turns
+    python benchmarks/load.py measure FOLDER               the disk alone and our loader in turn
     python benchmarks/load.py model FOLDER --layers 17     the first layers on the CPU back end
 
 `measure` loads into parameters that share their memory, so that any size fits; with --dtype float32
@@ -124,7 +124,7 @@ def read(folder: Path, num_threads: int) -> None:
 
 
 def shared_model(folder: Path, dtype: torch.dtype) -> LoadableModel:
-    """The model of `folder` with one piece of memory for all parameters of a shape."""
+    """The model of `folder`; all parameters of the same shape share their memory."""
     facts = read_model_config(str(folder))
     model = build_model(facts, dtype=dtype, device=torch.device("meta"), max_model_len=8)
     memory: dict[torch.Size, nn.Parameter] = {}
@@ -141,7 +141,7 @@ def shared_model(folder: Path, dtype: torch.dtype) -> LoadableModel:
 
 
 def measure(folder: Path, dtype: str, rounds: int, *, cached: bool) -> None:
-    """The disk and the loader, by turns."""
+    """Time the disk and the loader in alternating rounds."""
     model = shared_model(folder, getattr(torch, dtype))
     work = partial(load_weights, model, str(folder), on_progress=lambda done, total: None)
     for _ in range(rounds):

@@ -39,7 +39,7 @@ PROMPT = memoryview(array("I", range(10, 42)).tobytes())
 
 
 class ClockExecutor:
-    """A simulated device: `step_s` per plan, one after the other; samples any allowed token."""
+    """A simulated device: takes `step_s` per plan, in sequence; samples any allowed token."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s

@@ -39,8 +39,8 @@ VOCAB_SIZE, END_TOKEN, TOKEN = 50_000, 2, 7
 
 
 class NullDevice(Executor):
-    """Takes `step_s` per plan, one after the other, and samples the next of `tokens` for every
-    request. `ready` is its WorkerReady; None derives it from `config`.
+    """Takes `step_s` per plan, in sequence, and samples the next of `tokens` for every request.
+    `ready` is its WorkerReady; None derives it from `config`.
 
     A result reports the seconds of its step and the idle seconds before it.
     """
@@ -85,7 +85,7 @@ class NullDevice(Executor):
         return result
 
     mask = submit_masks
-    """As a worker's."""
+    """The worker accepts masks in the same way."""
 
     def call(self, name: str, level: int = 0) -> str:
         return name

@@ -1,10 +1,10 @@
-"""Time to first token of conversations that take turns over a cache which holds few of them: with
+"""Time to first token of conversations that take turns over a cache that holds only a few: with
 evicted blocks in host memory, in files after a restart, and computed again.
 
     python benchmarks/offload.py [--model FOLDER] [--conversations 64] [--tokens 2000] [--fits 8]
 
-Each conversation has one turn, then each has a second one, which adds tokens to the first. Only one
-request runs at a time, and its time is that of the whole call for one token.
+Each conversation has one turn, then each has a second one, which adds tokens to the first. Requests
+run alone, and a request's time is the time of the whole call for a single token.
 """
 
 import argparse
@@ -32,8 +32,8 @@ ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 def first_tokens(
     llm: LLM, prompts: Sequence[list[int]]
 ) -> tuple[list[float], list[int], list[int]]:
-    """(seconds to the first token, that token, prompt tokens found) of prompts,
-    one after the other."""
+    """(seconds to the first token, first tokens, prompt tokens found in the cache) of prompts in
+    sequence."""
     times, tokens, cached = [], [], []
     for prompt in prompts:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What several devices, and several engines, cost and gain on this host.
+"""Cost and gain of several devices and several engines on this host.
 
     python benchmarks/parallel.py
     python benchmarks/parallel.py engine router --markdown parallel.md
@@ -7,9 +7,9 @@ Four parts, all by default:
 
 engine  a step of 256 requests before 1, 2, 4 and 8 workers with simulated devices of 5 ms a step:
         CPU time of the engine, and how busy the devices are
-tensor  a random model on the CPU, `-tp 2` compared with one process on the same cores, by turns
-data    two engines with simulated devices compared with one: requests per second
-router  prefix hits of chats on four engines compared with one that has all of the cache
+tensor  a random model on the CPU, `-tp 2` compared with a process on the same cores, alternating
+data    two engines with simulated devices compared with an engine: requests per second
+router  prefix hits of chats on four engines compared with an engine that has all of the cache
 """
 
 import argparse
@@ -45,7 +45,7 @@ WORKERS = (1, 2, 4, 8)
 ROWS, STEP_S, STEPS = 256, 0.005, 600
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128, 128
 LAYERS = 8
-"""Of the random model: the dense shape of checkpoints.py, made shorter."""
+"""Layers of the random model: the dense shape of checkpoints.py, made shorter."""
 DATA_ROWS, DATA_STEP_S, DATA_OUTPUT = 32, 0.02, 50
 GOALS = {
     "engine": "engine's CPU time with 8 workers over 1: at most 1.15; busy at least 98 %",
@@ -57,7 +57,7 @@ Rows = list[list[str]]
 
 
 def engine_rows(repeats: int) -> Rows:
-    """A step of 256 requests, the least of `repeats` runs by turns."""
+    """Steps of 256 requests: the least of `repeats` alternating runs for each number of workers."""
     runs = {
         workers: [
             asyncio.run(watch_steps(ROWS, STEP_S, STEPS, num_workers=workers))
@@ -84,7 +84,7 @@ def engine_rows(repeats: int) -> Rows:
 
 
 def rate_rows(what: str, unit: str, rates: dict[int, list[float]]) -> Rows:
-    """The median rate of each number of `what`, and its ratio to that of one."""
+    """The median rate for each number of `what`, and its ratio to the rate for 1."""
     alone = median(rates[1])
     medians = {count: median(found) for count, found in rates.items()}
     return [
@@ -168,7 +168,7 @@ async def requests_per_s(num_engines: int, num_requests: int) -> float:
 
 
 def data_rows(repeats: int) -> Rows:
-    """Requests per second of one engine and of two, by turns."""
+    """Requests per second of a single engine and of two, in alternating runs."""
     rates: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(repeats):
         for engines, found in rates.items():
@@ -201,7 +201,7 @@ PARTS: dict[str, Callable[[int], Rows]] = {
 
 
 def markdown(name: str, rows: Rows) -> str:
-    """A heading, the goal and the table of one part."""
+    """A heading, the goal and the table of a part."""
     head, *rest = rows
     lines = [head, ["---:"] * len(head), *rest]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -209,7 +209,7 @@ def markdown(name: str, rows: Rows) -> str:
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the requested files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,5 @@
-"""Accuracy and speed of quantized weights and KV caches: perplexity on a text and tokens/s of one
-stream, each variant in its own process.
+"""Accuracy and speed of quantized weights and KV caches: perplexity on a text and tokens/s of a
+single stream, each variant in its own process.
 
     python benchmarks/perplexity.py demo --variants none int8 int4 --markdown OUT.md
     python benchmarks/perplexity.py demo --variants none --dtype float32 bfloat16
@@ -37,7 +37,7 @@ VARIANTS = (NONE, "int8", "int4", "gguf")
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of one variant."""
+    """Results of a variant."""
 
     variant: str
     dtype: str
@@ -48,8 +48,8 @@ class Measured:
 
 
 def tokens_per_s(llm: LLM, text: str, num_tokens: int, rounds: int) -> float:
-    """Tokens/s of one greedy stream after a short prompt, including the prompt: the median of
-    `rounds` rounds after one warm-up round."""
+    """Tokens/s of a greedy stream after a short prompt, including the prompt: the median of
+    `rounds` rounds after a warm-up round."""
     prompt = windows(llm, text, PROMPT_TOKENS)[0]
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     seconds = []

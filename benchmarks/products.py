@@ -3,8 +3,8 @@ alternating runs, with more weights than the caches hold.
 
     python benchmarks/products.py --json products.json --markdown products.md
 
-The shapes are those of the demo model. For comparison, the same threads also only read memory,
-which is the maximum.
+The shapes come from the demo model. For comparison, the same threads also only read memory, which
+is the maximum.
 """
 
 import argparse
@@ -35,7 +35,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 def products(shape: tuple[int, int], library: Library | None) -> list[Product]:
-    """Packed weights of one shape that together have BYTES; None: torch's product."""
+    """Packed weights of the same shape that together have BYTES; None: torch's product."""
     outputs, inputs = shape
     layers: list[Product] = []
     for _ in range(max(1, BYTES // (2 * outputs * inputs))):

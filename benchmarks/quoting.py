@@ -1,5 +1,5 @@
-"""Servers that answer edits and quotes of texts in their prompts (quoting.json), greedily with one
-stream: what speculation gains there, beside other servers.
+"""Servers that answer edits and quotes of texts in their prompts (quoting.json), greedily with a
+single stream: the gain of speculation, beside other servers.
 
     python benchmarks/quoting.py \
         --server 'without=gaudiserve serve demo --port {port}' \
@@ -7,8 +7,8 @@ stream: what speculation gains there, beside other servers.
             --num-speculative-tokens 8'
 
 Each server is started by its command, and stopped before the next one starts. The first turn warms
-up and is not counted. Answers of two servers may differ in length; the rate is that of each
-server's own tokens. Run nothing else at the same time.
+up and is not counted. Answers of two servers may differ in length; each server's rate counts its
+own tokens. Run nothing else at the same time.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from benchmarks.started import started
 
 
 class Measured(NamedTuple):
-    """Of one server."""
+    """Results of a server."""
 
     name: str
     command: str
     rates: list[float]
     """Output tokens per second of each turn after the first."""
     num_tokens: int
-    """Of the last turn."""
+    """Output tokens of the last turn."""
 
 
 def main() -> None:

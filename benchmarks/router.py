@@ -1,14 +1,14 @@
-"""Prefix hits of several engines behind the router, next to those of one engine with all of the
-cache.
+"""Prefix hits of several engines behind the router, next to the hits of a single engine with all of
+the cache.
 
     python benchmarks/router.py
     python benchmarks/router.py --engines 8 --conversations 2000 --seed 3
 
 Real routers, clients and engine cores, with a device that computes nothing, in simulated time: each
 engine takes one step a tick. Conversations begin at random; each turn sends all of the conversation
-so far and a new message, a random while after the answer. Prints, for the router, for requests in
-turn (round robin) and for one large engine: the share of prompt tokens that were found in a prefix
-cache, and how evenly the requests were spread.
+so far and a new message, a random while after the answer. Prints, for the router, for round robin
+and for a single large engine: the share of prompt tokens that were found in a prefix cache, and how
+evenly the requests were spread.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Traffic:
     between_arrivals: float = 4.0
     num_turns: tuple[int, int] = (2, 10)
     system_tokens: tuple[int, ...] = (64, 256)
-    """Lengths of the system prompts; each conversation has one of them."""
+    """Lengths of the system prompts; each conversation has a random length of these."""
     message_tokens: tuple[int, int] = (10, 200)
     answer_tokens: tuple[int, int] = (10, 120)
     think_ticks: tuple[int, int] = (20, 300)
@@ -111,7 +111,7 @@ class RoundRobin(RouterClient):
 
 
 def engine_config(num_blocks: int, max_num_seqs: int) -> EngineConfig:
-    """An engine with so many blocks and sequences."""
+    """Settings of an engine with `num_blocks` blocks and `max_num_seqs` sequences."""
     return EngineConfig(
         model="none",
         max_model_len=8192,
@@ -124,7 +124,7 @@ def engine_config(num_blocks: int, max_num_seqs: int) -> EngineConfig:
 
 
 class Simulation:
-    """Conversations with one client, tick by tick."""
+    """Conversations with a client, tick by tick."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ ENGINE_US = (13.0, 0.37)
 WORKER_US = (502.0, 0.32)
 """The same, host logic and launching: benchmarks/results/launch-2026-11-21.md."""
 API_SERVER_TOKENS = 60_000
-"""Per second of one core: docs/performance.md, the lower end."""
+"""Tokens per second of a core: docs/performance.md, the lower end."""
 ALL_REDUCE_US = 10.0
 """Latency of an all-reduce, beside its bytes. An assumption: no published figure was found."""
 GATHER_PASSES = 3
@@ -30,8 +30,7 @@ LINKS_TO_A_CARD = 3
 
 @dataclass(frozen=True)
 class Card:
-    """Published peaks: memory bytes/s, bfloat16 operations/s, bytes/s of one link in one
-    direction."""
+    """Published peaks: memory bytes/s, bfloat16 operations/s, bytes/s of a link in a direction."""
 
     name: str
     memory: float
@@ -58,7 +57,7 @@ def weights(model: ModelConfig) -> int:
 
 
 def kv_bytes(model: ModelConfig) -> int:
-    """Bytes of one token's keys and values in all layers."""
+    """Bytes of a token's keys and values in all layers."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES
 
 
@@ -151,8 +150,8 @@ def several_cards() -> str:
 
 
 def one_node() -> str:
-    """Eight servers of the small model, each with one card and one API server: the load of every
-    part."""
+    """The load of every part of eight servers of the small model. Each has a card and an API
+    server."""
     batch, cards = 256, 8
     lines = []
     for card in CARDS:

@@ -72,7 +72,7 @@ def make(model: str, drafts: int, *, is_wrong: bool = False, drafter: str = "") 
 
 
 def quote(llm: LLM) -> tuple[int, float]:
-    """(tokens, seconds) of all prompts, one after the other."""
+    """(tokens, seconds) of all prompts in sequence."""
     tokens, start = 0, time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=256)
     chats: Any = quoting_messages()
@@ -83,7 +83,7 @@ def quote(llm: LLM) -> tuple[int, float]:
 
 
 def answer(llm: LLM) -> tuple[int, float]:
-    """(tokens, seconds) of the first PROMPTS, one after the other."""
+    """(tokens, seconds) of the first PROMPTS in sequence."""
     tokens, start = 0, time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     for prompt in PROMPTS[:4]:
@@ -146,7 +146,7 @@ def main() -> None:
         medians["ratio"] = medians["with"] / medians["without"]
         results[name] = medians
         print(name, {key: round(value, 3) for key, value in medians.items()}, flush=True)
-        # One slow turn says something of the machine, slow turns of one engine of that engine.
+        # A single slow turn points to the machine, several slow turns of an engine to the engine.
         print({key: [round(rate, 1) for rate in found] for key, found in rates.items()})
         print(other._client.stats.spec_decode)
         other.close()

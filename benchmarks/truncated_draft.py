@@ -4,7 +4,7 @@
     python benchmarks/speculation.py --draft-model FOLDER --only draft
 
 Embedding and head stay. The drafter learns the answers to PROMPTS, which the benchmark asks again:
-so its ratio is that of a drafter that fits its workload, and says nothing of other texts.
+its ratio holds for a drafter that fits its workload, and not for other texts.
 """
 
 import argparse

@@ -28,9 +28,9 @@ def load_reference(folder: Path) -> Any:
 def greedy_by_transformers(
     reference: Any, prompts: list[list[int]], answers: list[list[int]]
 ) -> Greedy:
-    """The likeliest token after every prefix of each answer. It equals the answer exactly if the
-    answer is that of a greedy search. This needs one launch for each prompt; the search itself
-    needs a launch for each token."""
+    """The likeliest tokens after every prefix of each answer. They equal the answer exactly if a
+    greedy search gives it. This needs a launch for each prompt, the search itself a launch for each
+    token."""
     results = []
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.inference_mode():

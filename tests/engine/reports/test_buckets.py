@@ -56,7 +56,7 @@ def test_a_traffic_adds_what_it_pays_for_padding() -> None:
     assert "█ more" in text
 
 
-def test_an_exact_table_has_nothing_to_show() -> None:
+def test_an_exact_table_shows_no_buckets() -> None:
     with pytest.raises(ConfigError, match="0 buckets"):
         planned_table(config("exact"))
 

@@ -30,7 +30,7 @@ def levels(machine: Machine, *, num_cards: int = 1) -> dict[str, str]:
     return {about: level for about, level in found.items() if level != OK}
 
 
-def test_a_machine_with_all_in_place_has_nothing_to_mend(gaudi: GaudiMachine) -> None:
+def test_a_complete_machine_has_only_ok_findings(gaudi: GaudiMachine) -> None:
     found = preflight(gaudi.seen(), num_cards=8)
 
     assert {finding.level for finding in found.findings} == {OK}

@@ -409,8 +409,8 @@ def test_without_slices_a_long_context_takes_a_mask_and_a_copy_of_its_keys_and_v
 
     taken = context_bytes(facts, **LONG, slices=None)
 
-    # The mask of the new tokens in float32 and that of all in two bytes; keys and values once
-    # gathered and once joined.
+    # The new tokens' mask in float32 and all tokens' mask in two bytes; keys and values are
+    # gathered once and joined once.
     assert taken == 8192 * 8192 * 4 + 8192 * 131072 * 2 + 2 * 131072 * KV
 
 

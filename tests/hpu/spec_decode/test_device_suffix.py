@@ -99,7 +99,7 @@ def test_the_device_drafts_what_the_host_does(name: str, vocab_size: int) -> Non
     assert num_drafts > 100
 
 
-def test_drafts_that_were_promised_stay_until_the_request_has_more_tokens() -> None:
+def test_announced_drafts_stay_until_the_request_has_more_tokens() -> None:
     device = Device(SuffixLimits(max_cached_requests=4, max_spec_factor=4.0))
     for index in range(REQUESTS):
         device.add(index, [20 + index])

@@ -1,5 +1,5 @@
-"""Launches outside of any request: the largest ones, by which a card's memory is found, and those
-that are profiled instead of serving."""
+"""Launches outside of any request: the largest launches, which measure a card's memory, and
+launches that are profiled instead of serving."""
 
 import dataclasses
 import json

@@ -174,7 +174,7 @@ def test_a_checkpoint_keeps_its_type_only_where_it_runs_well() -> None:
     assert chosen == [torch.float32, torch.float32, torch.bfloat16]
 
 
-def test_a_worker_that_pads_nothing_has_nothing_left_for_later(folder: Path) -> None:
+def test_a_worker_that_pads_nothing_leaves_no_bucket_for_later(folder: Path) -> None:
     rig = WorkerRig(folder, warmup=WarmupConfig(mode="background"))
 
     warmed = rig.worker.idle()

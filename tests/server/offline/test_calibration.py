@@ -23,7 +23,7 @@ from server.offline.calibration import (
 IMPL = "model.layers.0.self_attn.attn.impl"
 
 
-def one(value: float) -> list[list[float]]:
+def scalar(value: float) -> list[list[float]]:
     return [[value]]
 
 
@@ -33,9 +33,9 @@ def record(**nodes: dict[str, Any]) -> Record:
 
 def attention(*, cache: tuple[str, str] = ("k_cache", "v_cache")) -> Record:
     nodes = {
-        f"{IMPL}.matmul_qk": {"inputs": [one(1.0), one(900.0)]},
-        f"{IMPL}.matmul_av": {"inputs": [one(0.5), one(800.0)]},
-        **{f"{IMPL}.{name}": {"inputs": [one(2.0 + i)]} for i, name in enumerate(cache)},
+        f"{IMPL}.matmul_qk": {"inputs": [scalar(1.0), scalar(900.0)]},
+        f"{IMPL}.matmul_av": {"inputs": [scalar(0.5), scalar(800.0)]},
+        **{f"{IMPL}.{name}": {"inputs": [scalar(2.0 + i)]} for i, name in enumerate(cache)},
     }
     return record(**nodes)
 
@@ -43,8 +43,8 @@ def attention(*, cache: tuple[str, str] = ("k_cache", "v_cache")) -> Record:
 def test_products_get_the_measures_of_the_cache_that_they_read() -> None:
     nodes = repair(attention())["Nodes"]
 
-    assert nodes[f"{IMPL}.matmul_qk"]["inputs"] == [one(1.0), one(2.0)]
-    assert nodes[f"{IMPL}.matmul_av"]["inputs"] == [one(0.5), one(3.0)]
+    assert nodes[f"{IMPL}.matmul_qk"]["inputs"] == [scalar(1.0), scalar(2.0)]
+    assert nodes[f"{IMPL}.matmul_av"]["inputs"] == [scalar(0.5), scalar(3.0)]
 
 
 def test_latents_are_keys_and_values() -> None:
@@ -52,23 +52,23 @@ def test_latents_are_keys_and_values() -> None:
 
     nodes = repair(latent)["Nodes"]
 
-    assert nodes[f"{IMPL}.matmul_qk"]["inputs"][1] == one(2.0)
-    assert nodes[f"{IMPL}.matmul_av"]["inputs"][1] == one(2.0)
+    assert nodes[f"{IMPL}.matmul_qk"]["inputs"][1] == scalar(2.0)
+    assert nodes[f"{IMPL}.matmul_av"]["inputs"][1] == scalar(2.0)
 
 
 def test_without_a_measured_cache_nothing_is_repaired() -> None:
     found = repair(attention(cache=("a", "b")))
 
-    assert found["Nodes"][f"{IMPL}.matmul_qk"]["inputs"][1] == one(900.0)
+    assert found["Nodes"][f"{IMPL}.matmul_qk"]["inputs"][1] == scalar(900.0)
 
 
 def test_the_largest_of_all_ranks_is_that_of_each() -> None:
     ranks = [
         record(
             o_proj={
-                "inputs": [one(a)],
-                "outputs": [one(b), one(c)],
-                "params": {"weight": one(d)},
+                "inputs": [scalar(a)],
+                "outputs": [scalar(b), scalar(c)],
+                "params": {"weight": scalar(d)},
             }
         )
         for a, b, c, d in ((1.0, 5.0, 2.0, 0.25), (3.0, 4.0, 6.0, 0.125))
@@ -77,9 +77,9 @@ def test_the_largest_of_all_ranks_is_that_of_each() -> None:
     node = unify(ranks)["Nodes"]["o_proj"]
 
     assert node == {
-        "inputs": [one(3.0)],
-        "outputs": [one(5.0), one(6.0)],
-        "params": {"weight": one(0.25)},
+        "inputs": [scalar(3.0)],
+        "outputs": [scalar(5.0), scalar(6.0)],
+        "params": {"weight": scalar(0.25)},
     }
 
 
@@ -90,7 +90,7 @@ def test_ranks_with_other_modules_are_refused() -> None:
 
 def test_files_are_written_for_each_number_of_ranks_that_divides(tmp_path: Path) -> None:
     for rank in range(4):
-        nodes = {"o_proj": {"inputs": [one(rank)], "params": {"weight": one(-rank)}}}
+        nodes = {"o_proj": {"inputs": [scalar(rank)], "params": {"weight": scalar(-rank)}}}
         path = measure_path(tmp_path, rank, 4).with_suffix(".json")
         path.write_text(json.dumps(record(**nodes)))
 
@@ -103,7 +103,7 @@ def test_files_are_written_for_each_number_of_ranks_that_divides(tmp_path: Path)
             stored = np.load(file, allow_pickle=True)["arr_0"].item()
             assert stored["LocalRank"] == rank
             (value,) = stored["Nodes"]["o_proj"]["inputs"]
-            assert value.tolist() == one(3.0)
+            assert value.tolist() == scalar(3.0)
 
 
 def test_a_rank_without_measures_is_named(tmp_path: Path) -> None:

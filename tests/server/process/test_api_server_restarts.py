@@ -1,5 +1,5 @@
-"""One of several API servers dies: the others go on, the engine aborts its requests, and another
-one takes its place on the port."""
+"""An API server of several dies: the others go on, the engine aborts its requests, and a new server
+takes its place on the port."""
 
 import json
 import os
@@ -140,7 +140,7 @@ def test_one_that_dies_too_often_ends_the_server(daemon: LiveServer) -> None:
         wait_for(lambda: len(api_servers(daemon)) == 2)
         restarts = "gaudiserve:api_server_restarts_total"
         wait_for(lambda: metric(daemon, restarts) == number + 1)  # noqa: B023 waited for here
-        wait_for(lambda: daemon.text().count("ready after") == 3 + number)  # noqa: B023 likewise
+        wait_for(lambda: daemon.text().count("ready after") == 3 + number)  # noqa: B023 waited for here
     family = children_of(daemon.pid)
 
     os.kill(api_servers(daemon)[-1], signal.SIGKILL)
