@@ -151,7 +151,7 @@ class FairQueue(WaitingQueue):
         """Charge a running request for its output beyond the expected output."""
         more = request.num_tokens - request.charged_until - request.expected_output
         tenant = self._tenants.get(request.tenant)
-        if tenant is not None and more > 0:
+        if tenant and more > 0:
             request.expected_output += more
             tenant.virtual_time += more
             self._update(request.tenant, tenant)

@@ -438,7 +438,7 @@ class Scheduler:
         with less than its share waits."""
         if self._may_yield(step):
             newcomer = self.waiting.peek(is_new=True)
-            if newcomer is not None and not self._held_for_isolation(newcomer):
+            if newcomer and not self._held_for_isolation(newcomer):
                 self._yield(newcomer, lambda request: 1, Units(self._max_num_seqs, 1, 1))
 
     def _yield_blocks(self, newcomer: Request, units: Units, step: int) -> None:

@@ -483,7 +483,7 @@ class ApiServer:
         probes = self._start_probes(listener, folder)
         try:
             defaults = await asyncio.to_thread(_sampling_defaults, folder)
-            if probes is not None:
+            if probes:
                 await asyncio.to_thread(probes.wait_ready)
                 # A connection that this process accepts would wait until the file is parsed.
                 server.pause()
@@ -492,7 +492,7 @@ class ApiServer:
                 load_tokenizer, folder, config, self._args.engine.cache_dir
             )
         finally:
-            if probes is not None:
+            if probes:
                 await server.listen()
                 await asyncio.to_thread(probes.close)
         ready = await self._client.wait_ready()
