@@ -442,7 +442,7 @@ class Scheduler:
                 self._yield(newcomer, lambda request: 1, Units(self._max_num_seqs, 1, 1))
 
     def _yield_blocks(self, newcomer: Request, units: Units, step: int) -> None:
-        """As `_yield_index`, for KV blocks."""
+        """Do the same as `_yield_index` for KV blocks."""
         if self._may_yield(step):
             self._yield(newcomer, lambda request: len(request.blocks), units)
 

@@ -528,7 +528,7 @@ class ApiServer:
             )
 
     def _start_probes(self, listener: socket.socket, folder: str) -> StartProbes | None:
-        """The process that answers while this process parses a large tokenizer; None for others."""
+        """The process that answers while a large tokenizer is parsed; None for a small file."""
         config = self.state.config
         # A restarted API server does not listen yet.
         is_listening = not self._args.restart
