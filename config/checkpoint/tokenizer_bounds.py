@@ -39,7 +39,7 @@ MAX_TOKEN_TEXT_BYTES = 16_384
 """Maximum bytes that the decoder may make of a token, by the bound below."""
 MAX_TOKENS = MAX_MERGES = 2**20
 """Maximum tokens, and maximum merges of BPE. The library parses them under Python's lock, 5 us
-each: requests to a server that starts wait meanwhile. The largest known vocabulary has 262,144
+each: StartProbes answers meanwhile. The largest known vocabulary has 262,144
 tokens and 514,906 merges."""
 MAX_ADDED_TOKENS = 65_536
 """Maximum added tokens. The library takes 50 us for each at start; the largest known vocabulary has

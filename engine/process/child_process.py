@@ -113,16 +113,19 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         on_exit: Callable[[ProcessEnd], None] | None = None,
         stop_signal: signal.Signals = STOP,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """Start `command` and send it `orders` (any value that msgspec can encode). `name`: for
         error messages. `environment`: all variables of the child; None: a copy of this process's
-        variables."""
+        variables. `pass_fds`: descriptors that the child inherits."""
         self._name = name
         self._stop_signal = stop_signal
         self._on_exit = on_exit
         self._closing = False
         self.sentinel, self._alive = os.pipe()
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=environment, pass_fds=pass_fds
+        )
         self.pid = self._process.pid
         assert self._process.stdin is not None
         write_orders(self._process.stdin.fileno(), orders)

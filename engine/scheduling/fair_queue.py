@@ -69,7 +69,8 @@ class FairQueue(WaitingQueue):
     `priority_key`. Changes cost O(log n).
 
     At its start a request is charged for its uncached prompt tokens and for its tenant's mean
-    output; at its end, for the difference between this mean and its real output.
+    output; while it fills a batch, for output beyond this mean; at its end, for the difference
+    between the charge and its real output.
     """
 
     def __init__(
@@ -145,6 +146,15 @@ class FairQueue(WaitingQueue):
         self._count_served(request.tenant, num_tokens)
         tenant.virtual_time += num_tokens + request.expected_output
         self._update(request.tenant, tenant)
+
+    def progress(self, request: Request) -> None:
+        """Charge a running request for its output beyond the expected output."""
+        more = request.num_tokens - request.charged_until - request.expected_output
+        tenant = self._tenants.get(request.tenant)
+        if tenant and more > 0:
+            request.expected_output += more
+            tenant.virtual_time += more
+            self._update(request.tenant, tenant)
 
     def finish(self, request: Request) -> None:
         """Charge a started request for its real output when it ends."""

@@ -3,7 +3,7 @@
 import logging
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from engine.scheduling.grammar_masks import add_masks
 from engine.scheduling.known_tokens import known_tokens
 from engine.scheduling.launch_packer import Chunk, LaunchPacker
 from engine.scheduling.resource import Refusal, RequestResource
+from engine.scheduling.shares import Units, over_share
 from engine.scheduling.waiting_queue import WaitingQueue
 from engine.stats import StepStats
 from engine.transport.messages import AddRequest
@@ -28,6 +29,9 @@ _priority_key = attrgetter("priority_key")
 WATERMARK_SHARE = 100
 """Admission watermark: beside running requests, keep 1/100 of the blocks free, so that running
 requests can grow a little before a preemption."""
+YIELD_STEPS = 16
+"""Steps between two preemptions in favour of a tenant that has less than its share: a preempted
+request is computed again."""
 RESERVED_STEPS = 8
 """Steps for which a finished beam's index is reserved for its continuation: longer than a front end
 takes to send the continuation."""
@@ -140,6 +144,8 @@ class Scheduler:
         """Whether this step skipped a decode: its input token has not returned yet, or the step's
         share of the decodes is full."""
         self._max_num_seqs = config.max_num_seqs
+        self._is_fair = config.fair_share
+        self._next_yield_step = 0
         self._watermark = max(kv.pool.size // WATERMARK_SHARE, 1)
         self._decoding: list[Request] = []
         self._prefilling: list[Request] = []
@@ -387,6 +393,8 @@ class Scheduler:
         if kv.offload.version != self._files_version:
             self._files_version = kv.offload.version
             self.waiting.restore()
+        if self._is_fair and budget > 0 and not self._free_indices:
+            self._yield_index(output.step)
         while budget > 0 and self._free_indices and (request := self._turns.next(self.waiting)):
             if output.num_tokens >= self._launch_tokens or not self._has_free_index(request):
                 break
@@ -401,7 +409,11 @@ class Scheduler:
                 continue
             num_needed = kv.num_free_blocks_needed(request, prefix)
             if self._decoding or self._prefilling or self._draining:
-                if num_needed > kv.pool.num_free - self._watermark:
+                num_missing = num_needed - (kv.pool.num_free - self._watermark)
+                if num_missing > 0:
+                    if self._is_fair:
+                        units = Units(kv.pool.size, num_missing, num_needed)
+                        self._yield_blocks(request, units, output.step)
                     break
             elif num_needed > kv.pool.num_free:
                 self._fail(request, kv.num_blocks_for(request.num_tokens), output)
@@ -420,6 +432,39 @@ class Scheduler:
             self._start(request, num_cached, output)
             self._add_chunk(request, count, output)
             budget -= count
+
+    def _yield_index(self, step: int) -> None:
+        """Preempt a request of a tenant that has more than its share of a full batch, if a tenant
+        with less than its share waits."""
+        if self._may_yield(step):
+            newcomer = self.waiting.peek(is_new=True)
+            if newcomer and not self._held_for_isolation(newcomer):
+                self._yield(newcomer, lambda request: 1, Units(self._max_num_seqs, 1, 1))
+
+    def _yield_blocks(self, newcomer: Request, units: Units, step: int) -> None:
+        """Do the same as `_yield_index` for KV blocks."""
+        if self._may_yield(step):
+            self._yield(newcomer, lambda request: len(request.blocks), units)
+
+    def _may_yield(self, step: int) -> bool:
+        # Draining requests free their indices and blocks within a few steps.
+        if self._draining or step < self._next_yield_step:
+            return False
+        self._next_yield_step = step + YIELD_STEPS
+        for request in (*self._decoding, *self._prefilling):
+            self.waiting.progress(request)
+        return True
+
+    def _yield(self, newcomer: Request, cost: Callable[[Request], int], units: Units) -> None:
+        decoding = set(self._decoding)
+
+        def can_yield(request: Request) -> bool:
+            # A request in prefill would have computed its tokens in vain, again and again.
+            return request in decoding and not _is_last_token_scheduled(request)
+
+        running = [*self._decoding, *self._prefilling]
+        for request in over_share(newcomer, running, cost, units, can_yield):
+            self._preempt(request)
 
     def _held_for_isolation(self, request: Request) -> bool:
         """Whether crash isolation holds this request back. A suspect is admitted only when every
@@ -516,10 +561,9 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Preempt the last request of a running list; it keeps its tokens."""
+        """Preempt a running request; it keeps its tokens."""
         assert request.state == RUNNING, f"request {request.key} is preempted in {request.state}"
-        running = self._decoding if self._decoding[-1:] == [request] else self._prefilling
-        running.pop()
+        (self._decoding if request in self._decoding else self._prefilling).remove(request)
         request.state = PREEMPTED
         request.num_preemptions += 1
         self._stats.counts.preemptions += 1

@@ -101,6 +101,9 @@ class WaitingQueue:
     def start(self, request: Request, num_cached: int) -> None:
         """Note that a request starts after `remove`, with `num_cached` of its tokens cached."""
 
+    def progress(self, request: Request) -> None:
+        """Note the output of a running request."""
+
     def finish(self, request: Request) -> None:
         """Note that a request ended, waiting or started."""
 

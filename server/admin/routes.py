@@ -30,7 +30,7 @@ def admin_routes(state: AppState) -> APIRouter:
         summary="Liveness: 200 while the server starts, serves, or restarts an engine",
     )
     async def get_live() -> Response:
-        return _liveness(state)
+        return liveness(state)
 
     @get(
         "/health",
@@ -88,7 +88,8 @@ def admin_routes(state: AppState) -> APIRouter:
     return router
 
 
-def _liveness(state: AppState) -> Response:
+def liveness(state: AppState) -> Response:
+    """The answer of /live."""
     if state.client.failure is not None:
         return fault_of(EngineDied(state.client.failure)).response()
     return json_response({"status": "ok"})
@@ -97,11 +98,12 @@ def _liveness(state: AppState) -> Response:
 def _health(state: AppState) -> Response:
     # An engine failure ends the start; its reason tells more than the progress.
     if state.status == "starting" and state.client.failure is None:
-        return _starting(state)
-    return _liveness(state)
+        return starting(state)
+    return liveness(state)
 
 
-def _starting(state: AppState) -> Response:
+def starting(state: AppState) -> Response:
+    """The answer of /health while the server starts."""
     message = f"The server is starting: {state.progress}."
     headers = {"Retry-After": str(STARTING_RETRY_S)}
     return Fault(503, message, "server_error", headers=headers).response()
@@ -109,7 +111,7 @@ def _starting(state: AppState) -> Response:
 
 def _readiness(state: AppState) -> Response:
     if state.status == "starting":
-        return _starting(state)
+        return starting(state)
     if state.client.lost is not None:
         message = f"The engine is being restarted: {state.client.lost.message}."
         headers = {"Retry-After": str(RESTART_RETRY_S)}

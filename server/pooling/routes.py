@@ -3,6 +3,7 @@ conversations and pairs of texts."""
 
 import asyncio
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -144,13 +145,26 @@ def pooling_routes(state: AppState) -> APIRouter:
 
     async def score(request: Request) -> Response:
         body = await _parse(state, request, ScoreBody)
-        job, data = await _run_pairs(state, request, body, "score-", _score_entries)
+        inputs, scores = await _pair_inputs(state, request, body)
+        body.drop_prompt()
+        job, data = await _run(
+            state, request, body, "score-", inputs, lambda vectors: _score_entries(scores(vectors))
+        )
         return job.list_response(data)
 
     async def rerank(request: Request) -> Response:
         body = await _parse(state, request, RerankBody)
-        entries = partial(_ranked, body)
-        job, results = await _run_pairs(state, request, body, "rerank-", entries)
+        inputs, scores = await _pair_inputs(state, request, body)
+        documents = None if body.return_documents is False else body.pairs()[1]
+        body.drop_prompt(sum(map(sys.getsizeof, documents or ())))
+        job, results = await _run(
+            state,
+            request,
+            body,
+            "rerank-",
+            inputs,
+            lambda vectors: _ranked(scores(vectors), body.top_n, documents),
+        )
         return json_response(
             {"id": job.id, "model": job.model, "usage": job.usage(), "results": results}
         )
@@ -310,6 +324,9 @@ async def _cohere_inputs(
                 param=body.source,
             )
     processor.check_size(inputs, body.source)
+    if body.source != "texts":
+        # The answer contains the field texts.
+        body.drop_prompt()
     return inputs
 
 
@@ -371,14 +388,11 @@ async def _exhaust(job: PoolingJob) -> None:
         pass
 
 
-async def _run_pairs(
-    state: AppState,
-    request: Request,
-    body: ScoreBody | RerankBody,
-    id_prefix: str,
-    entries: Callable[[list[float]], Entries],
-) -> tuple[PoolingJob, Entries]:
-    """Run the text pairs of `body`; `entries` gets their scores."""
+async def _pair_inputs(
+    state: AppState, request: Request, body: ScoreBody | RerankBody
+) -> tuple[list[PoolingInput], Callable[[list[Vectors]], list[float]]]:
+    """The inputs of the text pairs of `body`, and the function that makes scores of their
+    results."""
     processor = _processor(state)
     firsts, seconds = body.pairs()
     _log_prompts(state, request, (*firsts, *seconds))
@@ -392,11 +406,7 @@ async def _run_pairs(
     pairs = TextPairs(firsts, seconds, body.names, options)
     with CancelOnDisconnect(request.receive):
         inputs = await pair_inputs(processor, pairs)
-
-    def scored(vectors: list[Vectors]) -> Entries:
-        return entries(pair_scores(processor.facts, vectors, len(firsts)))
-
-    return await _run(state, request, body, id_prefix, inputs, scored)
+    return inputs, partial(pair_scores, processor.facts, num_firsts=len(firsts))
 
 
 def _vector_entries(
@@ -439,16 +449,14 @@ def _score_entries(scores: list[float]) -> Entries:
     ]
 
 
-def _ranked(body: RerankBody, scores: list[float]) -> Entries:
-    _, documents = body.pairs()
+def _ranked(scores: list[float], top_n: int | None, documents: list[str] | None) -> Entries:
+    """The best documents, with their texts unless `documents` is None."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return [
-        {"index": index, "relevance_score": scores[index]}
-        if body.return_documents is False
-        else {
+        {
             "index": index,
-            "document": {"text": documents[index]},
+            **({} if documents is None else {"document": {"text": documents[index]}}),
             "relevance_score": scores[index],
         }
-        for index in order[: body.top_n or len(order)]
+        for index in order[: top_n or len(order)]
     ]

@@ -167,6 +167,7 @@ class CohereEmbedBody(EngineBody):
     """Texts to embed, in the form of Cohere's API."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"texts": ["Hello!", "Good day!"]}})
+    prompt_fields: ClassVar[tuple[str, ...]] = ("texts", "inputs")
 
     texts: Strings | None = Field(None, description="The texts to embed.")
     inputs: list[dict[str, object]] | None = Field(
@@ -278,6 +279,7 @@ class ScoreBody(PairBody):
         ("queries", "items"),
         ("data_1", "data_2"),
     )
+    prompt_fields: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(sum(field_pairs, ())))
 
     text_1: OptionalTexts = None
     text_2: OptionalTexts = None
@@ -326,6 +328,7 @@ class RerankBody(PairBody):
     )
 
     names: ClassVar[tuple[str, str]] = ("query", "documents")
+    prompt_fields: ClassVar[tuple[str, ...]] = names
 
     query: TextField
     documents: TextsField

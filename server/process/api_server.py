@@ -13,11 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import cast
 
 import msgspec
 import uvicorn
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from config.engine import EngineConfig
@@ -34,6 +36,7 @@ from engine.client.launcher import ProcessEnd, mark_ready
 from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.zmq import ZmqClient
+from server.admin.routes import liveness, starting
 from server.app.application import create_app
 from server.http.peer_proxy import Peers, listen
 from server.http.protocol import HttpConfig, HttpProtocol
@@ -46,6 +49,12 @@ from server.parsers.registry import GENERIC_TOOL_PARSER, TOOL_CALL_FORMATS
 from server.process.addresses import base_urls, endpoints_text
 from server.process.model_download import DownloadProgress
 from server.process.open_files import max_connections
+from server.process.start_probes import (
+    ProbeAnswers,
+    StartProbes,
+    TlsFiles,
+    has_large_tokenizer,
+)
 from server.process.watched_files import WatchedFiles
 from server.serving.progress import ProgressReporter, bar
 from server.serving.state import AppState
@@ -73,6 +82,8 @@ RESPONSE_GRACE_S = 2.0
 INTERRUPT_GRACE_S = 0.1
 """Time for error responses after a second SIGINT."""
 SECOND_INTERRUPT = "; Ctrl-C again stops at once"
+ANSWER_S = 0.05
+"""Time in which accepted probes are answered before a large tokenizer is parsed."""
 UNHEALTHY_S = 0.7
 """Time for which /health returns 503 before an API server without an engine exits."""
 MANY_CONNECTIONS = 500
@@ -159,6 +170,8 @@ class UvicornServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
+        self.servers = []
+        self._sockets: list[socket.socket] = []
         self._closings = Closings(cast(HttpConfig, config).limits.request_header_timeout_s)
 
     @contextlib.contextmanager
@@ -167,6 +180,17 @@ class UvicornServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's startup for `sockets`. TLS handshakes in progress count as connections."""
+        self._sockets = list(sockets or ())
+        await self.listen()
+        self.started = True
+
+    def pause(self) -> None:
+        """Accept no connection until `listen`; the system queues them."""
+        for server in self.servers:
+            server.close()
+
+    async def listen(self) -> None:
+        """Accept connections."""
         config, loop = cast(HttpConfig, self.config), asyncio.get_running_loop()
 
         def protocol() -> HttpProtocol:
@@ -174,15 +198,16 @@ class UvicornServer(uvicorn.Server):
             return HttpProtocol(config, self.server_state, self.lifespan.state)
 
         self.servers = []
-        for sock in sockets or ():
+        for sock in self._sockets:
             server: asyncio.Server | TlsListener
             if config.ssl is None:
-                server = await loop.create_server(protocol, sock=sock, backlog=config.backlog)
+                # A copy: `pause` closes the socket of the server.
+                copy = sock.dup()
+                server = await loop.create_server(protocol, sock=copy, backlog=config.backlog)
             else:
                 server = TlsListener(sock, config.ssl, config, self.server_state, protocol)
             # The cast is safe: uvicorn only closes these servers.
             self.servers.append(cast(asyncio.Server, server))
-        self.started = True
 
     async def on_tick(self, counter: int) -> bool:
         """Expire connections that are past their deadline. Called by uvicorn ten times a second."""
@@ -394,7 +419,7 @@ class ApiServer:
         tls = self._tls.context if self._tls else None
         server = UvicornServer(uvicorn_config(self._app, self.state.config, tls))
         watching = loop.create_task(self._poll_files())
-        opening = loop.create_task(self._open(on_folder))
+        opening = loop.create_task(self._open(on_folder, server, listener))
         serving = loop.create_task(self._serve(server, listener, opening))
         try:
             return await self._watch(serving, opening)
@@ -448,18 +473,28 @@ class ApiServer:
             for files in self._watched:
                 files.poll()
 
-    async def _open(self, on_folder: Callable[[str], None]) -> None:
+    async def _open(
+        self, on_folder: Callable[[str], None], server: UvicornServer, listener: socket.socket
+    ) -> None:
         """Load the tokenizer while the engine loads the model; then open the server for
         requests."""
         config, folder = self.state.config, await self._checkpoint
         on_folder(folder)
-        loading = asyncio.get_running_loop().run_in_executor(
-            None, load_tokenizer, folder, config, self._args.engine.cache_dir
-        )
-        defaults = await asyncio.get_running_loop().run_in_executor(
-            None, _sampling_defaults, folder
-        )
-        tokenizer, template, images = await loading
+        probes = self._start_probes(listener, folder)
+        try:
+            defaults = await asyncio.to_thread(_sampling_defaults, folder)
+            if probes:
+                await asyncio.to_thread(probes.wait_ready)
+                # A connection that this process accepts would wait until the file is parsed.
+                server.pause()
+                await asyncio.sleep(ANSWER_S)
+            tokenizer, template, images = await asyncio.to_thread(
+                load_tokenizer, folder, config, self._args.engine.cache_dir
+            )
+        finally:
+            if probes:
+                await server.listen()
+                await asyncio.to_thread(probes.close)
         ready = await self._client.wait_ready()
         self.state.open(tokenizer, template, defaults, images)
         _log_default_limit(self.state.sampling_defaults)
@@ -491,6 +526,25 @@ class ApiServer:
                 "there is no Gaudi: it is emulated on the CPU, for tests; times and memory of this "
                 "server say nothing about a card"
             )
+
+    def _start_probes(self, listener: socket.socket, folder: str) -> StartProbes | None:
+        """The process that answers while a large tokenizer is parsed; None for a small file."""
+        config = self.state.config
+        # A restarted API server does not listen yet.
+        is_listening = not self._args.restart
+        if config.skip_tokenizer_init or not is_listening or not has_large_tokenizer(folder):
+            return None
+        tls = None
+        if self._tls is not None:
+            tls = TlsFiles(
+                config.ssl_certfile,
+                config.ssl_keyfile,
+                config.ssl_keyfile_password,
+                config.ssl_ca_certs,
+            )
+        paths = tuple(f"{prefix}/live".encode() for prefix in ("", config.path_prefix))
+        live, start = _raw(liveness(self.state)), _raw(starting(self.state))
+        return StartProbes(listener, ProbeAnswers(paths, live, start, tls))
 
     def _mark_ready(self) -> None:
         if self._args.ready_path is not None:
@@ -698,6 +752,13 @@ def load_tokenizer(
     # The first call runs the template, which may be slow: call it here, not on the event loop.
     template.uses_generic_tools()
     return tokenizer, template, images
+
+
+def _raw(response: Response) -> bytes:
+    """The bytes of an HTTP/1.1 response."""
+    fields = b"".join(b"\r\n%s: %s" % field for field in response.raw_headers)
+    line = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}"
+    return line.encode() + fields + b"\r\n\r\n" + bytes(response.body)
 
 
 def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from tokenizers import Encoding
 
 from config.errors import UserError
@@ -114,8 +115,8 @@ def _cut(encoder: BoundedEncoder, texts: Sequence[Text], rule: TextInputOptions)
     for text in texts:
         first = next(parts)
         second = None if isinstance(text, str) else next(parts)
-        _cut_one(encoder, first, second, rule)
-        result.append(encoder.post_process(first, second, add_special_tokens=rule.special))
+        both = _cut_one(encoder, [first] if second is None else [first, second], rule)
+        result.append(encoder.post_process(*both, add_special_tokens=rule.special))
     return result
 
 
@@ -173,14 +174,13 @@ def _written(text: str, rule: TextInputOptions) -> str:
 
 
 def _cut_one(
-    encoder: BoundedEncoder, first: Encoding, second: Encoding | None, rule: TextInputOptions
-) -> None:
-    both = [first] if second is None else [first, second]
-    for part, most in zip(both, (rule.max_first_tokens, rule.max_second_tokens), strict=False):
-        if most is not None:
-            _shorten(part, most, rule)
+    encoder: BoundedEncoder, both: list[Encoding], rule: TextInputOptions
+) -> list[Encoding]:
+    """A truncated text, or the two truncated texts of a pair."""
+    limits = (rule.max_first_tokens, rule.max_second_tokens)
+    both = [_shortened(part, most, rule) for part, most in zip(both, limits, strict=False)]
     if not rule.cuts:
-        return
+        return both
     num_special = encoder.num_special_tokens_to_add(len(both) == 2) if rule.special else 0
     room = rule.most - num_special
     if room < len(both):
@@ -189,13 +189,33 @@ def _cut_one(
             f"stand beside the text: it must be at least {num_special + len(both)}",
             param="truncate_prompt_tokens",
         )
-    for part, most in zip(both, _shares([len(part) for part in both], room), strict=True):
-        _shorten(part, most, rule)
+    shares = _shares([len(part) for part in both], room)
+    return [_shortened(part, most, rule) for part, most in zip(both, shares, strict=True)]
 
 
-def _shorten(part: Encoding, most: int, rule: TextInputOptions) -> None:
-    if len(part) > most:
-        part.truncate(most, direction="left" if rule.keep_end else "right")
+def _shortened(part: Encoding, most: int | None, rule: TextInputOptions) -> Encoding:
+    """The first or last `most` tokens of a text.
+
+    Not Encoding.truncate, which keeps all other tokens as pieces: `post_process` combines each
+    piece of a text with each piece of its pair, for minutes.
+    """
+    if most is None or len(part) <= most:
+        return part
+    kept = slice(len(part) - most, None) if rule.keep_end else slice(most)
+    state = {
+        "ids": part.ids[kept],
+        "type_ids": part.type_ids[kept],
+        "tokens": part.tokens[kept],
+        "words": part.word_ids[kept],
+        "offsets": part.offsets[kept],
+        "special_tokens_mask": part.special_tokens_mask[kept],
+        "attention_mask": part.attention_mask[kept],
+        "overflowing": [],
+        "sequence_ranges": {},
+    }
+    shortened = Encoding()
+    shortened.__setstate__(msgspec.json.encode(state))
+    return shortened
 
 
 def _shares(lengths: list[int], room: int) -> list[int]:

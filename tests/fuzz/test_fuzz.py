@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from adapters import write_adapter
+from gguf_adapters import as_gguf
 from hostile import MAX_ANSWER_S, Hostile, Outcome, Target, attack, encoded, picture_chat
 from live import LiveServer, running
 from tiny_models import make_tiny
@@ -46,13 +47,14 @@ def test_hostile_requests_leave_the_server_unchanged(
     if takes_pictures:
         model = make_tiny_vision("llava", tmp_path / "vision", max_position_embeddings=2048)
     adapter = write_adapter(tmp_path / "adapters" / "good", base)
+    gguf = as_gguf(tmp_path / "good.gguf", adapter, base)
     flags = [
         *("--dtype=float32", "--trust-request-chat-template", f"--api-key={KEY}"),
         *("--enable-lora", "--allow-runtime-lora-updating", f"--lora-dir={adapter.parent}"),
     ]
     with running(str(model), tmp_path / "log", *flags) as server:
         family = Family(server.pid)
-        target = Target(server.url, server.port, KEY, takes_pictures, adapter)
+        target = Target(server.url, server.port, KEY, takes_pictures, adapter, gguf)
         warm_up(server, first_seed, takes_pictures)
         attacked(server, target, first_seed - 10**6, WARM_UP_SHARE * seconds)
         forget_grammars(server)

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import httpx
 from hostile_adapters import write_hostile
 from hostile_pictures import HostilePictures
+from hostile_traffic import many_keys, stored_stream, write_hostile_gguf
 
 MAX_ANSWER_S = 20.0
 
@@ -50,13 +52,17 @@ class Hostile:
         if self.random.random() < LARGE_SHARE:
             return self.large()
         kinds = ("json", "regex", "grammar", "choice", "tag", "template", "field", "response")
-        kind = pick((*kinds, "multiplied"))
+        kind = pick((*kinds, "multiplied", "refused", "beams"))
         if kind == "template":
             body["chat_template"] = self.template()
         elif kind == "field":
             return self.field()
         elif kind == "multiplied":
             return self.multiplied()
+        elif kind == "refused":
+            return self.refused()
+        elif kind == "beams":
+            return self.beams()
         elif kind == "response":
             schema = {"name": "x", "schema": self.schema()}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -330,6 +336,39 @@ class Hostile:
         body["use_beam_search"] = pick((False, False, True))
         return "/v1/completions", {**body, "prompt": ["a"] * pick((1, 8, 1024))}
 
+    def refused(self) -> tuple[str, dict[str, Any]]:
+        """A body of some MiB that a late check refuses."""
+        pick = self.random.choice
+        text = "word " * pick((10**4, 10**6))
+        messages = [{"role": "user", "content": text, "junk": [7] * pick((1, 10**5))}]
+        template = "{{ raise_exception('no') }}"
+        return pick(
+            (
+                ("/v1/completions", {"prompt": text, "n": "x"}),
+                ("/v1/completions", {"prompt": [text, "b"]}),
+                ("/v1/completions", {"prompt": [7] * len(text)}),
+                ("/v1/chat/completions", {"messages": messages}),
+                ("/v1/chat/completions", {"messages": messages, "chat_template": template}),
+                ("/v1/chat/completions", {"messages": [{"role": "x", "content": text}]}),
+                ("/v1/responses", {"input": messages, "max_output_tokens": 2}),
+                ("/v1/messages", {"messages": messages, "max_tokens": text}),
+                ("/v1/messages/count_tokens", {"messages": [*messages, {"role": "x"}]}),
+                ("/v1/responses/input_tokens", {"input": [{"role": "x", "content": text}]}),
+                ("/tokenize", {"prompt": text, "model": "none"}),
+                ("/detokenize", {"tokens": [-1, *[7] * len(text)]}),
+                ("/v1/embeddings", {"input": text}),
+                ("/rerank", {"query": text, "documents": [text]}),
+                ("/v1/unload_lora_adapter", {"lora_name": text}),
+            )
+        )
+
+    def beams(self) -> tuple[str, dict[str, Any]]:
+        """A beam search, some wider and longer than the server takes."""
+        pick = self.random.choice
+        body = {"use_beam_search": True, "n": pick((1, 4, 64, 128, 600)), "temperature": 0}
+        prompt = pick(("a", "b", ["a", "b"], ["a"] * 200))
+        return "/v1/completions", {**body, "prompt": prompt, "max_tokens": pick((1, 8, 40))}
+
     def value(self, depth: int = 0) -> Any:
         pick = self.random.choice
         if depth > 3 or self.random.random() < 0.4:
@@ -407,12 +446,14 @@ class Target(NamedTuple):
     takes_pictures: bool
     adapter: Path
     """An adapter that the server loads; hostile adapters are written beside it."""
+    gguf: Path
+    """An adapter in GGUF, outside the folder that the server reads."""
 
 
 def attack(target: Target, seed: int, over: Event, told: "Queue[Outcome]") -> None:
     """Send hostile requests until `over`, then tell how that went. The entry of a process: what it
     costs to make requests must not delay the client that is watched."""
-    url, port, key, takes_pictures, adapter = target
+    url, port, key, takes_pictures, adapter, gguf = target
     outcome = Outcome()
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     with httpx.Client(base_url=url, timeout=MAX_ANSWER_S, verify=False, headers=headers) as http:
@@ -425,6 +466,12 @@ def attack(target: Target, seed: int, over: Event, told: "Queue[Outcome]") -> No
                 _send_raw(port, hostile.raw())
             elif draw < 0.3:
                 _load_adapter(http, adapter, seed, outcome)
+            elif draw < 0.33:
+                _load_gguf(http, adapter, gguf, seed, outcome)
+            elif draw < 0.36:
+                _send(partial(stored_stream, http, seed, key), "stored stream", seed, outcome)
+            elif draw < 0.38:
+                _send(partial(many_keys, http, seed), "many keys", seed, outcome)
             elif takes_pictures and draw < 0.6:
                 _ask(http, *picture_chat(seed), seed, outcome)
             else:
@@ -449,6 +496,32 @@ def _load_adapter(http: httpx.Client, adapter: Path, seed: int, outcome: Outcome
     # Harmless forms are loaded.
     http.post("/v1/unload_lora_adapter", json={"lora_name": folder.name})
     shutil.rmtree(folder)
+
+
+def _load_gguf(http: httpx.Client, adapter: Path, gguf: Path, seed: int, outcome: Outcome) -> None:
+    path = adapter.with_name(f"hostile-{seed}.gguf")
+    write_hostile_gguf(path, gguf, seed)
+    body = {"lora_name": path.name, "lora_path": str(path)}
+    _ask(http, "/v1/load_lora_adapter", body, seed, outcome)
+    # Harmless forms are loaded.
+    http.post("/v1/unload_lora_adapter", json={"lora_name": path.name})
+    path.unlink()
+
+
+def _send(send: Callable[[], list[int]], name: str, seed: int, outcome: Outcome) -> None:
+    """Send several requests and count their statuses."""
+    try:
+        statuses = send()
+    except httpx.HTTPError as error:
+        outcome.faults.append(f"seed {seed}: {name}: {error!r}")
+        return
+    outcome.statuses.update(map(str, statuses))
+    outcome.statuses[name] += 1
+    outcome.faults += [
+        f"seed {seed}: {name}: status {status}"
+        for status in statuses
+        if status >= 500 and status != 503
+    ]
 
 
 def _ask(http: httpx.Client, route: str, body: dict[str, Any], seed: int, outcome: Outcome) -> None:

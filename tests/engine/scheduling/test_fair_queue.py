@@ -257,3 +257,28 @@ def test_ten_thousand_waiting_requests_do_not_slow_a_change() -> None:
         full.add(arrivals.make(number % 100))
 
     assert seconds_of(full) < 10 * seconds_of(FairQueue()) + 0.05
+
+
+def test_output_of_a_running_request_counts_before_its_end() -> None:
+    queue, arrivals = FairQueue(), Arrivals()
+    for tenant, num_tokens in ((A, 10), (B, 500)):
+        queue.add(arrivals.make(tenant, num_tokens=num_tokens, max_tokens=5_000))
+    serve(queue)
+    serve(queue)
+    running = arrivals.make(A, max_tokens=5_000)
+    queue.add(running)
+    queue.remove(running)
+    queue.start(running, 0)
+    for tenant in (A, B):
+        queue.add(arrivals.make(tenant))
+    before = queue.peek()
+
+    running.num_tokens += 2_000
+    queue.progress(running)
+
+    assert before is not None and before.tenant == A
+    after = queue.peek()
+    assert after is not None and after.tenant == B
+    running.num_tokens += 10
+    queue.finish(running)
+    assert queue.served[tenant_label(A)] == 10 + 10 + 10 + 2_010

@@ -7,6 +7,7 @@ import pytest
 from core_rig import CoreRig
 
 from engine.request import RUNNING
+from engine.scheduling.scheduler import YIELD_STEPS
 from hpu.protocol import DECODE, PREFILL, StepPlan
 
 ENDLESS = {"ignore_eos": True, "max_tokens": None}
@@ -371,3 +372,72 @@ def test_suspects_are_alone_without_a_token_in_random_traffic(seed: int) -> None
     assert num_alone
     for key in keys:
         rig.check_output(key)
+
+
+def first_steps(rig: CoreRig) -> dict[int, int]:
+    """The step of the first output of each request."""
+    result: dict[int, int] = {}
+    while rig.core.has_work and rig.steps < 2_000:
+        rig.step()
+        for key in rig.asked:
+            if rig.tokens(key):
+                result.setdefault(key, rig.steps)
+    return result
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_newcomer_soon_has_a_place_in_a_batch_that_another_tenant_fills(
+    prefix_caching: bool,
+) -> None:
+    rig = CoreRig(max_num_seqs=4, num_blocks=64, fair_share=True, prefix_caching=prefix_caching)
+    for key in range(6):
+        rig.add(key, [key] * 4, tenant=11, max_tokens=50, ignore_eos=True)
+    rig.run(steps=6)
+    for key in range(6, 9):
+        rig.add(key, [key] * 4, tenant=22, max_tokens=50, ignore_eos=True)
+
+    arrived = rig.steps
+    first = first_steps(rig)
+
+    assert first[6] - arrived <= YIELD_STEPS + 4
+    preempted = [rig.ledger.requests[key].finish.num_preemptions for key in range(9)]  # type: ignore[union-attr]
+    assert preempted[:4] == [0, 0, 0, 1]
+    assert sum(preempted) <= 3
+    for key in range(9):
+        rig.check_output(key)
+
+
+def test_a_newcomer_soon_has_blocks_that_another_tenant_fills() -> None:
+    rig = CoreRig(max_num_seqs=8, num_blocks=24, fair_share=True)
+    for key in range(2):
+        rig.add(key, [key] * 28, tenant=11, max_tokens=36, ignore_eos=True)
+    rig.run(steps=6)
+    rig.add(5, [5] * 36, tenant=22, max_tokens=2, ignore_eos=True)
+
+    arrived = rig.steps
+    first = first_steps(rig)
+
+    assert first[5] - arrived <= 8
+    for key in (0, 1, 5):
+        rig.check_output(key)
+
+
+@pytest.mark.parametrize(
+    ("fair_share", "tenants", "priority"),
+    [(False, (11, 22), 0), (True, (11, 11), 0), (True, (11, 22), 1), (True, (0, 1, 2, 3, 22), 0)],
+    ids=["no fair share", "same tenant", "less urgent", "no share above one place"],
+)
+def test_a_full_batch_yields_only_to_a_tenant_below_its_share(
+    fair_share: bool, tenants: tuple[int, ...], priority: int
+) -> None:
+    rig = CoreRig(max_num_seqs=4, fair_share=fair_share, policy="priority")
+    *filling, newcomer = tenants
+    for key in range(4):
+        tenant = filling[key % len(filling)]
+        rig.add(key, [key] * 4, tenant=tenant, max_tokens=40, ignore_eos=True)
+    rig.run(steps=4)
+    rig.add(9, [9] * 4, tenant=newcomer, priority=priority, max_tokens=2, ignore_eos=True)
+
+    rig.run()
+
+    assert rig.core.stats().preemptions == 0

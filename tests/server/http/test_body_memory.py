@@ -187,7 +187,7 @@ async def test_the_body_of_a_refused_request_is_freed_at_once(
         assert rig.state.bodies._held.num_bytes == 0
 
 
-async def started(client: TalkingClient) -> None:
+async def started(client: ScriptedClient) -> None:
     for _ in range(500):
         if client.queues:
             return
@@ -234,6 +234,38 @@ async def test_a_generating_request_keeps_nothing_of_its_body_but_the_prompt(
         await assert_freed()
         assert not running.done() or fields.get("background")
         assert rig.state.bodies._held.num_bytes < 500_000
+
+        running.cancel()
+
+
+CUT = {"truncate_prompt_tokens": 4, **JUNK_LIST}
+PARTS = [{"content": [{"type": "text", "text": LONG}]}]
+POOLED: dict[str, tuple[str, Fields]] = {
+    "embedding": ("/v1/embeddings", {"input": LONG, **CUT}),
+    "embedding of a conversation": ("/v1/embeddings", {**CHAT, **CUT}),
+    "embedding in Cohere's form": ("/v2/embed", {"inputs": PARTS, **JUNK_LIST}),
+    "pooling": ("/pooling", {"input": [LONG], **CUT}),
+    "classes": ("/classify", {"input": LONG, **CUT}),
+    "scores": ("/score", {"text_1": LONG, "text_2": [LONG], **CUT}),
+    "scores of other names": ("/score", {"queries": "a", "items": [LONG], **CUT}),
+    "ranks": ("/rerank", {"query": LONG, "documents": PARTS, "return_documents": False, **CUT}),
+    "ranks with documents": ("/rerank", {"query": LONG, "documents": ["a", "b"], **CUT}),
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+async def test_a_pooling_request_keeps_nothing_of_its_body_but_the_prompt(
+    name: str, spied: None, without_collector: None
+) -> None:
+    path, fields = POOLED[name]
+    client = client_for(path)
+    async with on_port(client) as rig:
+        running = asyncio.ensure_future(rig.http.post(path, json=fields))
+        await started(client)
+
+        await assert_freed()
+        assert not running.done()
+        assert rig.state.bodies._held.num_bytes < 500
 
         running.cancel()
 

@@ -332,11 +332,11 @@ async def test_a_scrape_takes_less_than_10_ms() -> None:
         await rig.chat()
         await rig.complete()
         took = []
-        # Other tests use the same cores: one undisturbed scrape is enough.
+        # Time of the processor: other tests use the same cores.
         while len(took) < 1000 and min(took, default=1.0) >= 0.010:
-            begun = time.perf_counter()
+            begun = time.thread_time()
             rig.state.metrics.page(OPEN["accept"])
-            took.append(time.perf_counter() - begun)
+            took.append(time.thread_time() - begun)
 
         assert min(took) < 0.010
 

@@ -1,6 +1,7 @@
 """Texts, pairs and token ids as inputs of a pooling model."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -69,6 +70,18 @@ def test_the_end_of_a_text_is_kept_on_demand() -> None:
 
     assert tokens.ids == [cls, world, dot, sep]
     assert hello not in tokens.ids
+
+
+@pytest.mark.parametrize("keep_end", [True, False])
+def test_a_pair_of_long_texts_is_cut_in_linear_time(keep_end: bool) -> None:
+    pair = ("hello " * 2_000, "world " * 2_000)
+    start_s = time.thread_time()
+
+    (made,) = encode_inputs(encoder(), [pair], TextInputOptions(6, cuts=True, keep_end=keep_end))
+
+    # The library combines each piece that it cuts off with each piece of the other text: 100 s.
+    assert time.thread_time() - start_s < 1
+    assert len(made.ids) == 6
 
 
 def test_batches_hold_so_many_characters_and_keep_the_order() -> None:
