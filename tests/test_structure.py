@@ -40,7 +40,8 @@ LIMITS = {
     "files under 60 lines": 106,
     "files that name medusa": 6,
     "files that name eagle3": 7,
-    "files that name awq": 8,
+    "files that name awq": 2,
+    "files that name gptq": 3,
     "files that name mxfp4": 19,
     "files that name xlam": 4,
 }
