@@ -34,12 +34,15 @@ class Kinds(Generic[K]):
         return found
 
     def __getitem__(self, name: str) -> K:
-        """The kind `name`. Raises ConfigError with the names of all kinds for an unknown name."""
+        """The kind `name`. Raises ConfigError like `checked`."""
+        return self.all[self.checked(name)]
+
+    def checked(self, name: str) -> str:
+        """`name`. Raises ConfigError with the names of all kinds for an unknown name."""
         if name not in self.all:
-            raise ConfigError(
-                f"{name!r} is no {self._noun}, it must be one of {', '.join(sorted(self.all))}"
-            )
-        return self.all[name]
+            known = ", ".join(sorted(self.all))
+            raise ConfigError(f"{name!r} is no {self._noun}, it must be one of {known}")
+        return name
 
 
 def modules_of(package: str) -> Iterator[str]:
