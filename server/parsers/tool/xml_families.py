@@ -139,6 +139,16 @@ STEP3 = _invoke(
     ends=("<\uff5ctool_call_end\uff5c>",),
     is_framed=False,
 )
+SOLAR_OPEN2 = Tags(
+    markers=("<|tool_call:start|>",),
+    name_end=("\n", "<|tool_arg:start|>", "<|tool_call:end|>"),
+    leaves_name_end=True,
+    key="<|tool_arg:start|>",
+    key_end="<|tool_arg:value|>",
+    value_end="<|tool_arg:end|>",
+    call_end="<|tool_call:end|>",
+    is_framed=False,
+)
 
 TOOL_PARSERS = by_name(
     ParserKind(
@@ -216,5 +226,12 @@ TOOL_PARSERS = by_name(
         '`<steptml:invoke name="f"><steptml:parameter '
         'name="a">x</steptml:parameter></steptml:invoke>`',
         marks=("<steptml:",),
+    ),
+    ParserKind(
+        ("solar_open2",),
+        SOLAR_OPEN2,
+        "`<\\|tool_call:start\\|>f`, then `<\\|tool_arg:start\\|>a<\\|tool_arg:value\\|>"
+        "x<\\|tool_arg:end\\|>` for each argument, then `<\\|tool_call:end\\|>`",
+        marks=("<|tool_call:start|>",),
     ),
 )
