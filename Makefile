@@ -24,7 +24,7 @@ AIDER := .venv-aider
 PAGE_TESTS := tests/page
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow test-overload test-resume test-clients test-cuda test-hpu test-deploy test-docs test-kernels test-fuzz test-page test-parallel test-quantizers page-libraries page-pictures lint style format bench bench-cuda clean
+.PHONY: help install install-hpu serve test test-slow test-overload test-resume test-clients test-cuda test-hpu test-deploy test-docs test-kernels test-fuzz test-page test-parallel test-quantizers page-libraries page-pictures reference lint style format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -126,6 +126,9 @@ $(VENV)/.docs: $(VENV)/.installed
 test-docs: $(VENV)/.docs ## The site of docs/ without a broken link, and its examples as written, some minutes
 	@$(BIN)/python -m mkdocs build --strict --quiet
 	@$(BIN)/python -m pytest -q -m docs tests/test_docs_examples.py $(ARGS)
+
+reference: $(VENV)/.installed ## Write the generated tables of docs/ again, after a change of flags, routes or kinds
+	@for tables in config.loading server.app; do $(BIN)/python -m $$tables.reference; done
 
 test-kernels: $(VENV)/.installed ## The compiled kernels under the compiler's sanitizers of addresses and of undefined behaviour
 	@ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \

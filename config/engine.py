@@ -7,8 +7,9 @@ from config.data_parallel import DataParallelConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.model.kv_cache_dtype import FP8, FP8_INC, INT8, KV_CACHE_DTYPES, SPELLINGS
+from config.model.quantization.base import QUANTIZATION_FORMATS
 from config.model.quantization.inc import INC, VARIABLE
-from config.model.quantization.registry import METHODS
+from config.model.quantization.registry import OTHER_NAMES
 from config.parallel import ParallelConfig
 from config.params.lora import LoRAConfig
 from config.params.offload import OffloadConfig
@@ -20,7 +21,7 @@ AUTO, NATIVE, TRANSFORMERS = MODEL_IMPLS = ("auto", "native", "transformers")
 DUMMY = "dummy"
 """The value of EngineConfig.load_format for random weights."""
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-OF_CHECKPOINTS = tuple(method for method in METHODS if "/" not in method)
+OF_CHECKPOINTS = tuple(QUANTIZATION_FORMATS.all)
 """Values of EngineConfig.quantization that a checkpoint may declare."""
 AT_LOAD = ("int8", "int4", "gguf")
 """Values of EngineConfig.quantization for unquantized weights or a GGUF file."""
@@ -303,9 +304,7 @@ class EngineConfig:
         group="Device",
         choices=(*OF_CHECKPOINTS, *AT_LOAD, INC),
         spellings={
-            **dict.fromkeys(("gptq_marlin", "gptq_hpu"), "gptq"),
-            **dict.fromkeys(("awq_marlin", "awq_hpu"), "awq"),
-            "intel/auto-round": "auto-round",
+            **OTHER_NAMES,
             # The compressor's name in scripts of 2024.
             "hqt": INC,
         },

@@ -13,16 +13,6 @@ from config.model.model_config import GENERATION_FIELDS, GENERATION_LIMITS
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.setting import check_settings, setting
 
-TOOL_CALL_PARSERS = (
-    *("auto", "none", "hermes", "qwen25", "llama3_json", "llama4_json", "pythonic"),
-    *("llama4_pythonic", "mistral", "granite", "granite-20b-fc", "granite4", "deepseek_v3"),
-    *("deepseek_v31", "deepseek_v32", "deepseek_v4", "qwen3_coder", "qwen3_xml", "mimo", "step3p5"),
-    *("glm45", "glm47", "ling3", "poolside_v1", "kimi_k2", "kimi_k3", "minimax_m2", "minimax_m3"),
-    *("seed_oss", "jamba", "hunyuan_a13b", "internlm", "phi4_mini_json", "xlam", "lfm2", "olmo3"),
-    *("hunyuan", "hy_v3", "step3", "functiongemma", "gemma4", "openai", "ernie45", "longcat"),
-    *("gigachat3", "cohere_command3", "cohere_command4", "inkling", "apertus", "dots"),
-    *("minicpm5", "muse_glimmer"),
-)
 MAX_IMAGES = 64
 """Default maximum number of images in a prompt."""
 MAX_VIDEOS = 8
@@ -31,13 +21,8 @@ MAX_FRAMES = 768
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a chat template that are fields of a request, and no chat_template_kwargs."""
 TOOL_TEMPLATES = ("auto", "none")
-REASONING_PARSERS = (
-    *("auto", "none", "deepseek_r1", "deepseek_v3", "deepseek_v4", "qwen3", "mimo"),
-    *("nemotron_v3", "glm45", "glm47", "ling3", "poolside_v1", "olmo3", "hy_v3", "holo2"),
-    *("ernie45", "granite", "mistral", "hunyuan_a13b", "seed_oss", "kimi_k2", "kimi_k3"),
-    *("minimax_m2", "minimax_m2_append_think", "minimax_m3", "step3", "step3p5", "gemma4"),
-    *("cohere_command3", "cohere_command4", "inkling", "muse_glimmer", "openai_gptoss"),
-)
+AUTO_OR_NONE = ("auto", "none")
+"""Values of a parser's flag beside the names of the parsers, which server/parsers/ knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +250,8 @@ class ServerConfig:
         "auto",
         "Parser of the model's tool calls; auto: by its chat template; none: calls stay text",
         group="Text",
-        choices=TOOL_CALL_PARSERS,
+        choices=AUTO_OR_NONE,
+        has_kinds=True,
     )
     tool_template: str = setting(
         "auto",
@@ -281,7 +267,8 @@ class ServerConfig:
         "auto",
         "Parser of the model's reasoning; auto: by its chat template; none: reasoning stays text",
         group="Text",
-        choices=REASONING_PARSERS,
+        choices=AUTO_OR_NONE,
+        has_kinds=True,
     )
     skip_tokenizer_init: bool = setting(
         False, "Serve token ids only, without a tokenizer", group="Text"

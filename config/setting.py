@@ -30,6 +30,9 @@ class Setting:
     switch_variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that set a switch in `switches`; they win over `variables`."""
     choices: tuple[str, ...] = ()
+    has_kinds: bool = False
+    """Whether names of kinds that only a higher folder knows are choices, too. The command line is
+    given them (config/loading/parser.py)."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Other words for a choice, or for a switch's true and false."""
     minimum: float | None = None
@@ -71,7 +74,7 @@ def check_settings(config: object) -> None:
         value = getattr(config, name)
         if value is None:
             continue
-        if facts.choices and value not in facts.choices:
+        if facts.choices and not facts.has_kinds and value not in facts.choices:
             allowed = ", ".join(facts.choices)
             raise ConfigError(f"{name} is {value!r}, it must be one of {allowed}")
         below = facts.minimum is not None and value < facts.minimum

@@ -28,8 +28,8 @@ from config.model.model_config import (
     check_limits,
 )
 from config.model.pooler import PoolerConfig, choose_pooler
+from config.model.quantization.base import QUANTIZATION_FORMATS
 from config.model.quantization.inc import INC, MODULE, PACKAGE, read_quant_config
-from config.model.quantization.registry import METHODS
 from config.model.read_config import read_model_config
 from config.model.split import check_split, check_stages, indexer_of
 from config.version import install_command
@@ -139,7 +139,7 @@ def chosen_quantization(requested: str | None, facts: ModelConfig) -> str | None
             f"quantization is {requested}, and {file} says that the weights are quantized by "
             f"{own}: leave --quantization out"
         )
-    if requested in METHODS:
+    if requested in QUANTIZATION_FORMATS.all:
         raise ConfigError(
             f"quantization is {requested}, and {file} has no quantization_config: the weights are "
             "not quantized; leave --quantization out"

@@ -37,12 +37,15 @@ LIMITS = {
     "uses of Any": 1247,
     "mark_step outside back ends": 40,
     "poll constants": 18,
-    "files under 60 lines": 106,
+    "files under 60 lines": 104,
     "files that name medusa": 6,
     "files that name eagle3": 7,
-    "files that name awq": 8,
+    "files that name awq": 2,
+    "files that name gptq": 3,
     "files that name mxfp4": 19,
-    "files that name xlam": 4,
+    "files that name xlam": 1,
+    "files that name seed_oss": 2,
+    "files that name step3": 2,
 }
 
 

@@ -4,8 +4,9 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from config.errors import ConfigError
@@ -21,6 +22,10 @@ EPILOG = (
     "file. A flag wins over a variable, a variable over the file. docs/coming-from-vllm.md lists "
     "vLLM's flags."
 )
+KindNames = Mapping[str, Callable[[], Sequence[str]]]
+"""Flag -> names of the kinds that are choices of the flag, read only when a name is given or
+shown."""
+NO_KINDS: KindNames = MappingProxyType({})
 METAVARS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -40,6 +45,7 @@ class Parser(argparse.ArgumentParser):
         """Rewrites vLLM's spellings to flags that the parser knows."""
         self.server_groups: list[argparse._ArgumentGroup] = []
         """Groups that `--help` leaves out and `--help-all` shows last."""
+        self.kinds = NO_KINDS
 
     def format_help(self) -> str:
         return self._help_of(lambda group: group not in self.server_groups)
@@ -48,9 +54,17 @@ class Parser(argparse.ArgumentParser):
         """The text of `--help-all`."""
         return self._help_of(lambda group: True)
 
+    def _show_kinds(self) -> None:
+        """Add the names of kinds to the choices that the help shows."""
+        for name, names in self.kinds.items():
+            action = self._option_string_actions[f"--{name}"]
+            given = str(action.metavar).strip("{}").split(",")
+            action.metavar = _choices(dict.fromkeys((*given, *names())))
+
     def format_help_about(self, word: str) -> str:
         """The text of `--help=WORD`: flags of groups whose title has `word`, and flags whose name
         has it. Raises ConfigError if there are none."""
+        self._show_kinds()
         formatter, wanted = self._get_formatter(), word.lower().replace("_", "-").lstrip("-")
         num_found = 0
         for group in self._action_groups:
@@ -72,6 +86,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _help_of(self, is_shown: Callable[[argparse._ArgumentGroup], bool]) -> str:
+        self._show_kinds()
         groups = self._action_groups
         ordered = sorted(groups, key=lambda group: group in self.server_groups)
         self._action_groups = list(filter(is_shown, ordered))
@@ -196,10 +211,12 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-def command_parser(prog: str, description: str, *, has_model: bool = True) -> Parser:
+def command_parser(
+    prog: str, description: str, *, has_model: bool = True, kinds: KindNames = NO_KINDS
+) -> Parser:
     """A parser for a command that takes its own flags and a server's flags. The caller adds its own
     groups: `--help` shows only them, `--help-all` shows all groups."""
-    parser = server_parser(prog, description, has_model=has_model)
+    parser = server_parser(prog, description, has_model=has_model, kinds=kinds)
     parser.add_argument(
         "--help-all", action=_HelpAll, nargs=0, help="Show the flags of the server as well"
     )
@@ -211,15 +228,18 @@ def command_parser(prog: str, description: str, *, has_model: bool = True) -> Pa
     return parser
 
 
-def server_parser(prog: str, description: str, *, has_model: bool = True) -> Parser:
-    """A parser of all flags of a server, in groups, with defaults in the help."""
+def server_parser(
+    prog: str, description: str, *, has_model: bool = True, kinds: KindNames = NO_KINDS
+) -> Parser:
+    """A parser of all flags of a server, in groups, with defaults in the help. `load` refuses
+    other values of the flags in `kinds`."""
     parser = Parser(
         prog=prog,
         usage=f"{prog} {'[MODEL] ' if has_model else ''}[flags]",
         description=description,
         epilog=EPILOG,
     )
-    parser.absence, parser.spell = absence, respelled
+    parser.absence, parser.spell, parser.kinds = absence, respelled, kinds
     parser.set_defaults(given=[], model=None)
     if has_model:
         parser.add_argument(
@@ -242,11 +262,15 @@ def server_parser(prog: str, description: str, *, has_model: bool = True) -> Par
     return parser
 
 
+def _choices(words: Iterable[str]) -> str:
+    return "{" + ",".join(words) + "}"
+
+
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     setting = flag.setting
     off = f"; --no-{flag.key} turns it off" if flag.default is True else ""
     text = f"{setting.help} [{flag.shown_default}{off}]".replace("%", "%%")
-    choices = "{" + ",".join(setting.choices) + "}" if setting.choices else METAVARS[flag.kind]
+    choices = _choices(setting.choices) if setting.choices else METAVARS[flag.kind]
     for name in flag.names:
         shown = text if name == flag.key else argparse.SUPPRESS
         if name in flag.all_switches:

@@ -1,4 +1,4 @@
-"""Writes the tables of four pages of docs/: `python -m config.loading.reference`."""
+"""Writes the tables of pages of docs/: `python -m config.loading.reference`."""
 
 import re
 import sys
@@ -31,7 +31,7 @@ def settings() -> str:
             groups[flag.setting.group].append(_setting(flag))
     groups["Buckets"] += _ranges()
     groups["Files"] = [(f"`--{name} FILE`", "none", text) for name, text in FILE_FLAGS.items()]
-    return "".join(f"## {group}\n\n{_table(heads, rows)}\n" for group, rows in groups.items())
+    return "".join(f"## {group}\n\n{table_of(heads, rows)}\n" for group, rows in groups.items())
 
 
 def _setting(flag: Flag) -> tuple[str, ...]:
@@ -40,11 +40,11 @@ def _setting(flag: Flag) -> tuple[str, ...]:
     if flag.key in _PARSERS:
         text += "; [names](tools.md#parsers)"
     elif setting.choices:
-        text += f": {_listed(setting.choices)}"
+        text += f": {listed(setting.choices)}"
     if len(flag.names) > 1:
-        text += f"; also {_listed(f'--{name}' for name in flag.names[1:])}"
+        text += f"; also {listed(f'--{name}' for name in flag.names[1:])}"
     if others := [name for name in setting.variables if name not in _vendor_names()]:
-        text += f"; also the variable {_listed(others)}"
+        text += f"; also the variable {listed(others)}"
     return f"`--{flag.key}`", f"`{flag.shown_default}`", text
 
 
@@ -78,7 +78,7 @@ def variables() -> str:
         for variable in vendor_variables()
         if variable.flag and not _VENDOR_LIMIT.fullmatch(variable.name)
     ]
-    table = _table(("variable", "default there", "flag here"), read)
+    table = table_of(("variable", "default there", "flag here"), read)
     parts = [
         f"## Variables that set a flag\n\n{table}\n",
         f"## Variables of bucket ranges\n\n{_vendor_ranges()}\n",
@@ -89,13 +89,13 @@ def variables() -> str:
             reasons.setdefault(variable.reason, []).append(variable)
     unread = [
         (
-            _listed(variable.name for variable in equal),
+            listed(variable.name for variable in equal),
             "; ".join(dict.fromkeys(variable.meaning for variable in equal)),
             reason,
         )
         for reason, equal in reasons.items()
     ]
-    table = _table(("variable", "meaning there", "here"), unread)
+    table = table_of(("variable", "meaning there", "here"), unread)
     return "".join((*parts, f"## Variables without a flag\n\n{table}\n"))
 
 
@@ -110,7 +110,7 @@ def _vendor_ranges() -> str:
     for variable in vendor_variables():
         if found := _VENDOR_LIMIT.fullmatch(variable.name):
             ranges.setdefault(found[1], []).append(f"`{variable.default}`")
-    return _table(heads, [(f"`{stem}_*`", *defaults) for stem, defaults in ranges.items()])
+    return table_of(heads, [(f"`{stem}_*`", *defaults) for stem, defaults in ranges.items()])
 
 
 def vllm_flags() -> str:
@@ -122,8 +122,8 @@ def vllm_flags() -> str:
     absent = [(_flags(names), reason) for names, reason in ABSENT]
     short = ", ".join(f"`{short}` for `{name}`" for short, name in SHORT_FORMS.items())
     return (
-        f"### Accepted without effect\n\n{_table(('flag', 'value', 'why'), accepted)}\n"
-        f"### Not in this version\n\n{_table(('flag', 'why, and what to use'), absent)}\n"
+        f"### Accepted without effect\n\n{table_of(('flag', 'value', 'why'), accepted)}\n"
+        f"### Not in this version\n\n{table_of(('flag', 'why, and what to use'), absent)}\n"
         f"### Short forms\n\n{fill(short, 100, break_on_hyphens=False)}.\n\n"
     )
 
@@ -144,9 +144,9 @@ def models() -> str:
         )
         for name, family in ARCHITECTURES.items()
     ]
-    whole = fill(_listed(sorted(WHOLE_MODELS)), 110, break_on_hyphens=False)
+    whole = fill(listed(sorted(WHOLE_MODELS)), 110, break_on_hyphens=False)
     return (
-        f"{_table(heads, rows)}\n"
+        f"{table_of(heads, rows)}\n"
         f"The table has {len(rows)} architectures. {len(WHOLE_MODELS)} more have images or audio, "
         f"{len(rows) + len(WHOLE_MODELS)} in all: at least their text model\nis served, and the "
         f"paragraphs below say which take images.\n\n{whole}.\n\n"
@@ -154,20 +154,25 @@ def models() -> str:
 
 
 def _flags(names: str) -> str:
-    return _listed(f"--{name}" for name in names.split())
+    return listed(f"--{name}" for name in names.split())
 
 
 def _value(word: str) -> str:
     return word if word in (MODEL, NUMBER) else f"`{word}`"
 
 
-def _listed(words: Iterable[str]) -> str:
+def listed(words: Iterable[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
 
 
-def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def table_of(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     head, *lines = (f"| {' | '.join(line)} |\n" for line in (heads, *rows))
     return "".join((head, f"|{'---|' * len(heads)}\n", *lines))
+
+
+def with_text(page: str, text: str) -> str:
+    """`page` with `text` between the comments that enclose its tables."""
+    return _TABLES.sub(lambda marks: marks[1] + text + marks[2], page)
 
 
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -180,8 +185,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 def with_tables(name: str) -> str:
     """The page with its tables regenerated."""
-    page = (DOCS / name).read_text(encoding="utf-8")
-    return _TABLES.sub(lambda marks: marks[1] + PAGES[name]() + marks[2], page)
+    return with_text((DOCS / name).read_text(encoding="utf-8"), PAGES[name]())
 
 
 def main() -> int:

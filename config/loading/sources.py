@@ -20,7 +20,7 @@ from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.loading import env
 from config.loading.flags import FILE_FLAGS, FLAGS, PARTS, Flag
-from config.loading.parser import Parser, server_parser
+from config.loading.parser import NO_KINDS, KindNames, Parser, server_parser
 from config.loading.values import (
     Given,
     clipped,
@@ -29,6 +29,7 @@ from config.loading.values import (
     nearest,
     shown,
     truth,
+    unknown_choice,
     with_sources,
     wrong,
 )
@@ -102,7 +103,7 @@ def load(
     # The value of an unknown flag may have been parsed as MODEL.
     if len(named) > 1 and not problems:
         problems.append(f"two models are named, {' and '.join(sorted(map(repr, named)))}")
-    loaded = _merge(_variables(environ), flags, problems, arguments, default_model)
+    loaded = _merge(_variables(environ), flags, problems, arguments, default_model, parser.kinds)
     return replace(loaded, words=tuple(argv or ()))
 
 
@@ -129,6 +130,7 @@ def _merge(
     problems: list[str],
     arguments: argparse.Namespace,
     default_model: str | None,
+    kinds: KindNames = NO_KINDS,
 ) -> Loaded:
     """Merge file, variables and `explicit`, the flags or keyword arguments. `explicit` wins over
     variables; variables win over the file. A single error reports `problems` and all problems found
@@ -139,6 +141,7 @@ def _merge(
     values: dict[str, tuple[object, str]] = {}
     for layer in layers:
         values.update(_layer(layer, problems))
+    _check_kinds(values, kinds, problems)
     for name, strategy in (("bucketing-file", "file"), ("bucketing-traffic", "fitted")):
         if name in values and "bucketing-strategy" not in values:
             values["bucketing-strategy"] = (strategy, values[name][1])
@@ -172,6 +175,18 @@ def _merge(
     engine, server = _build(values)
     sources = {flag.key: values[flag.key] for flag in FLAGS}
     return Loaded(engine, server, sources, without_effect, tuple(notes), arguments)
+
+
+def _check_kinds(
+    values: Mapping[str, tuple[object, str]], kinds: KindNames, problems: list[str]
+) -> None:
+    """Add a problem for each value of a flag in `kinds` that is no choice and no kind."""
+    for key in kinds.keys() & values.keys():
+        value, source = values[key]
+        choices = _FLAG_OF[key].setting.choices
+        if value not in choices and value not in (names := kinds[key]()):
+            with _collected(problems):
+                raise unknown_choice(Given(key, value, source), (*choices, *names))
 
 
 def _layer(layer: Iterable[Given], problems: list[str]) -> dict[str, tuple[object, str]]:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -189,12 +189,17 @@ def _choice(flag: Flag, given: Given) -> str:
     if not flag.setting.choices:
         return value
     word = flag.setting.spellings.get(value.lower(), value.lower())
-    if word not in flag.setting.choices:
-        # All choices are listed, so the hint may be less similar: bf16 for bfloat16.
-        near = difflib.get_close_matches(word, flag.setting.choices, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise wrong(given, f"one of {', '.join(flag.setting.choices)}{hint}")
+    if word not in flag.setting.choices and not flag.setting.has_kinds:
+        raise unknown_choice(given, flag.setting.choices)
     return word
+
+
+def unknown_choice(given: Given, choices: Sequence[str]) -> ConfigError:
+    """The error for a word outside of `choices`, with the nearest choice."""
+    # All choices are listed, so the hint may be less similar: bf16 for bfloat16.
+    near = difflib.get_close_matches(str(given.value).lower(), choices, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return wrong(given, f"one of {', '.join(choices)}{hint}")
 
 
 def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:

@@ -3,6 +3,7 @@ effect, or refused with a reason."""
 
 import fnmatch
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -35,17 +36,10 @@ SHORT_FORMS: Mapping[str, str] = {
 GRAMMAR_COMPILERS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 """Names of vLLM's back ends for structured output."""
 
-CHAT_TEMPLATES = (
-    *("apertus", "deepseekr1", "deepseekv3", "deepseekv31", "functiongemma", "gemma3_pythonic"),
-    *("gemma4", "glm4", "granite", "granite_20b_fc", "hermes", "hunyuan_a13b", "internlm2_tool"),
-    *("llama3.1_json", "llama3.2_json", "llama3.2_pythonic", "llama4_json", "llama4_pythonic"),
-    *("mistral", "mistral3", "mistral_parallel", "phi4_mini", "qwen3coder", "toolace"),
-    *("xlam_llama", "xlam_qwen"),
-)
-"""Names of the templates for tools in vLLM's image: examples/tool_chat_template_NAME.jinja."""
 _TEMPLATE_FOLDERS = ("/app", "/app/data/template", "/opt/app-root/template")
 """Folders of the templates in Red Hat's images of vLLM."""
-_TEMPLATE_FILES = ("template_llava", *(f"tool_chat_template_{name}" for name in CHAT_TEMPLATES))
+_TEMPLATE_FILES = re.compile(r"template_llava|tool_chat_template_[\w.]+")
+"""Names of the templates in vLLM's image, without the suffix."""
 
 MODEL, NUMBER = "the model's name", "a number"
 """Placeholders in `VALUES` for the value of --model and for any number."""
@@ -362,4 +356,4 @@ def is_chat_template(path: str) -> bool:
     """Whether `path` is the place of a chat template in an image of vLLM."""
     file = PurePath(path)
     is_folder = file.parent.name == "examples" or str(file.parent) in _TEMPLATE_FOLDERS
-    return is_folder and file.suffix == ".jinja" and file.stem in _TEMPLATE_FILES
+    return is_folder and file.suffix == ".jinja" and bool(_TEMPLATE_FILES.fullmatch(file.stem))

@@ -1,30 +1,12 @@
 """Registry of decoder architectures, collected from config/model/families/. Imports no torch."""
 
 import re
-from collections.abc import Mapping
 from difflib import get_close_matches
 
 from config.engine import AUTO, NATIVE
 from config.errors import ConfigError
+from config.kinds import Kinds
 from config.model.decoder_spec import DecoderSpec, Family
-from config.model.families import (
-    deepseek,
-    dense,
-    gemma,
-    gpt,
-    gpt_oss,
-    hybrid,
-    lfm2,
-    llama4,
-    minimax_m3,
-    mllama,
-    moe,
-    mpt,
-    normed,
-    phimoe,
-    qwen3_vl,
-    remote,
-)
 from config.model.family_fields import causal_name
 from config.model.model_config import ModelConfig
 from config.model.multimodal.text_part import WHOLE_MODELS
@@ -34,24 +16,7 @@ NEAR_NAME_RATIO = 0.85
 
 _SPEECH = re.compile("Whisper|ASR|Speech|Transcri")
 
-ARCHITECTURES: Mapping[str, Family] = {
-    **dense.FAMILIES,
-    **gemma.FAMILIES,
-    **normed.FAMILIES,
-    **gpt.FAMILIES,
-    **mpt.FAMILIES,
-    **remote.FAMILIES,
-    **moe.FAMILIES,
-    **gpt_oss.FAMILIES,
-    **llama4.FAMILIES,
-    **minimax_m3.FAMILIES,
-    **mllama.FAMILIES,
-    **phimoe.FAMILIES,
-    **qwen3_vl.FAMILIES,
-    **deepseek.FAMILIES,
-    **hybrid.FAMILIES,
-    **lfm2.FAMILIES,
-}
+ARCHITECTURES = Kinds[Family]("config.model.families", "FAMILIES", "architecture").all
 
 
 def is_native(config: ModelConfig, model_impl: str = AUTO) -> bool:

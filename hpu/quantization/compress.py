@@ -4,6 +4,7 @@ environment in which llmcompressor is installed."""
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import datasets
 import llmcompressor
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
-from llmcompressor.modifiers import awq, quantization
 from llmcompressor.pipelines.cache import IntermediatesCache
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -39,8 +39,9 @@ def compress(
 ) -> None:
     """Quantize the checkpoint in `folder` and write it to `output`.
 
-    `scheme_name`: name of a compressed-tensors scheme; `modifier`: llmcompressor's class;
-    `samples`: calibration texts and conversations, empty for a modifier without calibration;
+    `scheme_name`: name of a compressed-tensors scheme; `modifier`: a class below
+    llmcompressor.modifiers; `samples`: calibration texts and conversations, empty for a modifier
+    without calibration;
     `group_size`: None selects a size that divides all layers; `ignored`: paths of layers that are
     not quantized, or `re:` and a regular expression; `keeps_activations`: do not quantize the
     scheme's activations; `keeps_last_layer`: do not quantize the last decoder layer. Raises
@@ -61,8 +62,8 @@ def compress(
         sizes = {name: module.in_features for name, module in linears.items()}
         scheme.weights.group_size = group_size or _common_group(sizes.values())
         _check_groups(scheme.weights.group_size, sizes)
-    module = awq if modifier == "AWQModifier" else quantization
-    kind = getattr(module, modifier)
+    module, _, name = modifier.rpartition(".")
+    kind = getattr(import_module(f"llmcompressor.modifiers.{module}"), name)
     kept = [*IGNORED, *ignored, *(last_layer(linears) if keeps_last_layer else ())]
     recipe = kind(config_groups={"weights": scheme}, ignore=kept)
     if samples:

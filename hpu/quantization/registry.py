@@ -21,11 +21,9 @@ from hpu.layers.moe import Experts
 from hpu.quantization.base import LinearMethod, ModelPatcher, QuantizationScheme
 from hpu.quantization.gguf import GgufBlocks
 from hpu.quantization.inc import IncCompressor, IncScheme
-from hpu.quantization.int4 import quantize_int4
-from hpu.quantization.int8 import quantize_int8
 from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight
 from hpu.quantization.stored.checkpoint import CheckpointScheme, MakeMethod, MakeMoEMethod
-from hpu.quantization.weight_only import WeightOnlyLinearMethod
+from hpu.quantization.weight_only import WeightOnlyLinearMethod, quantize_int4, quantize_int8
 
 logger = logging.getLogger(__name__)
 

@@ -1,22 +1,25 @@
-"""Tables of docs/api.md, generated from the schemas: `python -m server.app.reference`.
+"""Tables of docs/api.md, generated from the schemas, and of docs/tools.md, generated from the
+parsers: `python -m server.app.reference`.
 
-The text of the page is written by hand; each table is between two comments, and the first comment
-names the body. `beyond BODY`: fields that BODY also has are only listed by name.
+The text of the pages is written by hand. In api.md, each table is between two comments, and the
+first comment names the body. `beyond BODY`: fields that BODY also has are only listed by name.
 """
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from config.loading.reference import DOCS, listed, table_of, with_text
 from server.app.field_docs import add_descriptions
 from server.app.openapi import BODIES
 from server.openai.schema.generation import Body
+from server.parsers.kinds import ParserKind, distinct
+from server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
-PATH = Path(__file__).parents[2] / "docs" / "api.md"
+PATH, TOOLS = DOCS / "api.md", DOCS / "tools.md"
 TABLES = re.compile(
     r"(<!-- fields of (\w+)(?: beyond (\w+))? -->\n).*?(<!-- end of fields -->\n)", re.DOTALL
 )
@@ -49,9 +52,9 @@ def _fields(body: type[Body], base: type[Body] | None) -> str:
         if base_objects.get(name) != rows
     ]
     if shared:
-        parts.append(f"As described above: {_listed(shared)}.\n")
+        parts.append(f"As described above: {listed(shared)}.\n")
     if body.unsupported:
-        parts.append(f"Refused: {_listed(sorted(body.unsupported))}.\n")
+        parts.append(f"Refused: {listed(sorted(body.unsupported))}.\n")
     return "\n".join(parts)
 
 
@@ -88,12 +91,8 @@ def _table(rows: Rows) -> str:
     names: dict[str, list[str]] = {}
     for name, cells in rows.items():
         names.setdefault(cells, []).append(name)
-    lines = [f"| {_listed(fields)} | {cells} |\n" for cells, fields in names.items()]
+    lines = [f"| {listed(fields)} | {cells} |\n" for cells, fields in names.items()]
     return "| field | type | meaning |\n|---|---|---|\n" + "".join(lines)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
@@ -116,9 +115,26 @@ def type_of(schema: Mapping[str, Any]) -> str:
     return str(kind)
 
 
+def with_parsers(page: str) -> str:
+    """tools.md with its tables regenerated."""
+    calls = _parsers("tool-call-parser", "a call, as the model writes it", TOOL_PARSERS.all)
+    thinking = _parsers("reasoning-parser", "reasoning", REASONING_PARSERS.all)
+    return with_text(page, f"{calls}\n{thinking}\n")
+
+
+def _parsers(flag: str, head: str, parsers: Mapping[str, ParserKind[Any]]) -> str:
+    """A row for each text that models write, with the names of all parsers that read it."""
+    names: dict[str, list[str]] = {}
+    for parser in sorted(distinct(parsers), key=lambda parser: parser.names):
+        names.setdefault(parser.example, []).extend(parser.names)
+    rows = [(listed(found), example) for example, found in names.items()]
+    return table_of((f"`--{flag}`", head), rows)
+
+
 def main() -> int:
-    """Write the tables into docs/api.md."""
-    PATH.write_text(with_tables(PATH.read_text(encoding="utf-8")), encoding="utf-8")
+    """Write the tables into the pages."""
+    for path, tables in ((PATH, with_tables), (TOOLS, with_parsers)):
+        path.write_text(tables(path.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

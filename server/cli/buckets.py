@@ -6,7 +6,7 @@ from pathlib import Path
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.loading.parser import Parser, command_parser, number
+from config.loading.parser import Parser, number
 from config.loading.sources import load
 from config.traffic import read_traffic
 from engine.reports.buckets import (
@@ -16,6 +16,7 @@ from engine.reports.buckets import (
     planned_table,
     report,
 )
+from server.cli.flags import command_parser
 
 MAX_GRAPHS = 100
 """Default of `--graphs`."""

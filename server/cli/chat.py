@@ -13,10 +13,11 @@ from typing import Any
 
 from config.checkpoint.demo import NAMES
 from config.errors import CommandFailed
-from config.loading.parser import Parser, command_parser
+from config.loading.parser import Parser
 from config.loading.sources import DEFAULT, Loaded, load
 from config.loading.values import nearest
 from server.cli.bench.openai import first_model
+from server.cli.flags import command_parser
 from server.cli.http_client import HttpClient, HttpFailure
 from server.cli.private_server import PrivateServer
 from server.cli.selftest import served

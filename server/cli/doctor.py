@@ -3,9 +3,10 @@
 import json
 
 from config.loading.env import cache_home, environment
-from config.loading.parser import Parser, command_parser
+from config.loading.parser import Parser
 from config.loading.sources import load
 from engine.reports.doctor import as_json, as_text, diagnose, this_machine
+from server.cli.flags import command_parser
 
 
 def doctor_parser() -> Parser:

@@ -22,12 +22,13 @@ from config.errors import (
 )
 from config.loading.env import disable_autoload, environment
 from config.loading.flags import FLAGS
-from config.loading.parser import Parser, command_parser, server_parser
+from config.loading.parser import Parser
 from config.loading.sources import Loaded, load
 from config.loading.values import nearest
 from config.loading.vendor_variables import ignored_variables
 from config.server import ServerConfig
 from config.version import VERSION
+from server.cli.flags import command_parser, server_parser
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,12 @@ from functools import partial
 
 from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
-from config.loading.parser import Parser, command_parser, number
+from config.loading.parser import Parser, number
 from config.loading.sources import load
 from config.setting import is_count
 from engine.reports.buckets import SECONDS_PER_GRAPH
 from engine.reports.plan import Target, as_json, as_text, make_plan, with_sizes
+from server.cli.flags import command_parser
 
 DEVICES = ("gaudi2", "gaudi3")
 

@@ -10,11 +10,12 @@ from config.checkpoint.facts import model_facts
 from config.engine import EngineConfig
 from config.errors import CheckpointError, ConfigError
 from config.loading.env import chosen_device, environment
-from config.loading.parser import Parser, command_parser, number
+from config.loading.parser import Parser, number
 from config.loading.sources import DEFAULT, Loaded, load
 from engine.reports.doctor import this_machine
 from engine.reports.plan import Target, as_text, with_sizes
 from engine.reports.presets import KEYS, Preset, free_cards, make_preset
+from server.cli.flags import command_parser
 from server.cli.plan import DEVICES
 
 logger = logging.getLogger(__name__)

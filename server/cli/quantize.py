@@ -27,7 +27,7 @@ class Target(NamedTuple):
     scheme: str
     """Name of the scheme in compressed-tensors."""
     modifier: str
-    """Class of the modifier in llmcompressor."""
+    """Class of the modifier below llmcompressor.modifiers."""
     has_groups: bool
     text: str
     keeps_activations: bool = False
@@ -48,7 +48,7 @@ class Target(NamedTuple):
         return self.calibrated if has_data and self.calibrated else self.modifier
 
 
-PLAIN, COMPENSATING = "QuantizationModifier", "GPTQModifier"
+PLAIN, COMPENSATING = "quantization.QuantizationModifier", "quantization.GPTQModifier"
 TARGETS = {
     "fp8": Target(
         "FP8_DYNAMIC",
@@ -69,7 +69,7 @@ TARGETS = {
     ),
     "int8": Target("W8A16", PLAIN, True, "8 bits, rounded"),
     "int4": Target("W4A16_ASYM", PLAIN, True, "4 bits, rounded"),
-    "awq": Target("W4A16_ASYM", "AWQModifier", True, "4 bits, inputs rescaled (needs --data)"),
+    "awq": Target("W4A16_ASYM", "awq.AWQModifier", True, "4 bits, inputs rescaled (needs --data)"),
     "gptq": Target("W4A16_ASYM", COMPENSATING, True, "4 bits, errors made up for (needs --data)"),
 }
 

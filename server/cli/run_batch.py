@@ -13,9 +13,10 @@ from tqdm import tqdm
 from config import log
 from config.checkpoint.demo import NAMES
 from config.errors import CommandFailed
-from config.loading.parser import Parser, command_parser, number
+from config.loading.parser import Parser, number
 from config.loading.sources import Loaded, load
 from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, read_lines
+from server.cli.flags import command_parser
 from server.cli.http_client import MODELS_PATH, Answer, HttpClient, HttpFailure
 from server.cli.main import log_spellings
 from server.cli.private_server import PrivateServer

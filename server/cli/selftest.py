@@ -6,7 +6,7 @@ from pathlib import Path
 from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
 from config.loading.env import environment
-from config.loading.parser import Parser, command_parser
+from config.loading.parser import Parser
 from config.loading.sources import DEFAULT, Loaded, load
 from config.model.model_config import ModelConfig
 from config.whole_files import write_whole
@@ -22,6 +22,7 @@ from engine.selftest.start import (
     run_selftest,
     with_selftest,
 )
+from server.cli.flags import command_parser
 
 
 def selftest_parser() -> Parser:

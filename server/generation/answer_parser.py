@@ -3,20 +3,21 @@ calls of each choice."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 from config.errors import UserError
+from config.kinds import Kinds
 from config.params.structured_output import ThinkingSpec
 from config.server import ServerConfig
 from server.generation.outputs import Delta
+from server.parsers.kinds import ParserKind
 from server.parsers.output_parser import OutputParser
 from server.parsers.reasoning.tags import ReasoningFormat
 from server.parsers.registry import (
     GENERIC_TOOL_PARSER,
-    REASONING_FORMATS,
-    TOOL_CALL_FORMATS,
-    new_call_id,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
     reasoning_parser_of,
     tool_parser_of,
     words_of,
@@ -62,12 +63,14 @@ class ParserConfig:
     ) -> "ParserConfig":
         """The parsers of `config`; `auto` is resolved by the chat template. `generic_tools`: the
         template does not support tools, so the model is shown the call format of
-        GENERIC_TOOL_PARSER."""
+        GENERIC_TOOL_PARSER. Raises ConfigError for an unknown name."""
         calls, thinking = config.tool_call_parser, config.reasoning_parser
         of_template = GENERIC_TOOL_PARSER if generic_tools else tool_parser_of(template)
         return cls(
-            of_template if calls == "auto" else _named(calls),
-            reasoning_parser_of(template) if thinking == "auto" else _named(thinking),
+            of_template if calls == "auto" else _named(calls, TOOL_PARSERS),
+            reasoning_parser_of(template)
+            if thinking == "auto"
+            else _named(thinking, REASONING_PARSERS),
             config.enable_auto_tool_choice,
         )
 
@@ -114,7 +117,7 @@ class ParserConfig:
             keeps_whitespace=keeps_whitespace,
             is_named=is_named,
             finds_stray_calls=finds_stray_calls,
-            new_id=partial(new_call_id, self.tool_parser or ""),
+            new_id=(self.tool_call_format or CALLS_ALONE).new_call_id,
             max_calls=max_calls,
         )
 
@@ -148,7 +151,7 @@ class ParserConfig:
     @property
     def tool_call_format(self) -> ToolCallFormat | None:
         """The format of the model's tool calls; None: no tool parser."""
-        return TOOL_CALL_FORMATS[self.tool_parser] if self.tool_parser else None
+        return TOOL_PARSERS[self.tool_parser].format if self.tool_parser else None
 
     def tool_call_grammar(self, functions: Functions) -> ToolCallGrammar:
         """The grammar of the model's calls to `functions`. Raises UserError."""
@@ -157,7 +160,7 @@ class ParserConfig:
 
     @property
     def _reasoning_format(self) -> ReasoningFormat | None:
-        return REASONING_FORMATS[self.reasoning_parser] if self.reasoning_parser else None
+        return REASONING_PARSERS[self.reasoning_parser].format if self.reasoning_parser else None
 
     def starts_inside(self, prompt: str, begun: str | None) -> bool:
         """Whether the answer to `prompt` begins inside reasoning. `begun` is the text of the last
@@ -178,8 +181,8 @@ def forced_call_reader(name: str | None) -> ToolCallReader:
 NO_PARSERS = ParserConfig(None, None, False)
 
 
-def _named(name: str) -> str | None:
-    return None if name == "none" else name
+def _named(name: str, parsers: Kinds[ParserKind[Any]]) -> str | None:
+    return None if name == "none" else parsers.checked(name)
 
 
 class ChoiceParser:

@@ -4,6 +4,7 @@ a function is a tool call."""
 import re
 from dataclasses import dataclass
 
+from server.parsers.kinds import ParserKind, by_name
 from server.parsers.reasoning.tags import ReasoningFormat
 from server.parsers.stream.base import EventBuffer, ReasoningParser, Tools
 from server.parsers.stream.text_stream import Sink, Source, Steps
@@ -190,3 +191,22 @@ class HarmonyToolCalls(ToolCallFormat):
 
 HARMONY_REASONING = HarmonyReasoning()
 HARMONY_TOOL_CALLS = HarmonyToolCalls()
+
+TOOL_PARSERS = by_name(
+    ParserKind(
+        ("openai",),
+        HARMONY_TOOL_CALLS,
+        "gpt-oss: a message to `functions.f`; needs the reasoning parser `openai_gptoss` too",
+        marks=("<|constrain|>",),
+    ),
+)
+
+REASONING_PARSERS = by_name(
+    ParserKind(
+        ("openai_gptoss",),
+        HARMONY_REASONING,
+        "gpt-oss: the channel `analysis`, and messages to `assistant`, `python`, `browser` "
+        "and `container`; `final` and `commentary` are the answer",
+        marks=("<|constrain|>",),
+    ),
+)

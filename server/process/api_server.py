@@ -45,7 +45,7 @@ from server.http.tls_listener import TlsListener
 from server.metrics.registry import Metrics
 from server.metrics.select import make_tracer
 from server.multimodal.inputs import ImageLoader, make_image_inputs
-from server.parsers.registry import GENERIC_TOOL_PARSER, TOOL_CALL_FORMATS
+from server.parsers.registry import GENERIC_TOOL_PARSER, TOOL_PARSERS
 from server.process.addresses import base_urls, endpoints_text
 from server.process.model_download import DownloadProgress
 from server.process.open_files import max_connections
@@ -770,7 +770,7 @@ def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
         "(--tool-template none refuses requests with tools)",
         tool_parser or "none",
     )
-    if tool_parser and TOOL_CALL_FORMATS[tool_parser] != TOOL_CALL_FORMATS[GENERIC_TOOL_PARSER]:
+    if tool_parser and TOOL_PARSERS[tool_parser].format != TOOL_PARSERS[GENERIC_TOOL_PARSER].format:
         logger.warning(
             "the model is asked for calls in the form of %s, which --tool-call-parser %s does not "
             "read: use --tool-call-parser auto, or a --chat-template that renders tools",

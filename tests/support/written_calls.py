@@ -124,6 +124,15 @@ WHOLE: list[tuple[str, str, str, list[Any]]] = [
         "So:",
         [OSLO, NOW],
     ),
+    (
+        "solar_open2",
+        "Hm.<|tool_call:start|>get_weather\n"
+        "<|tool_arg:start|>city<|tool_arg:value|>Oslo<|tool_arg:end|>\n"
+        "<|tool_arg:start|>days<|tool_arg:value|>3<|tool_arg:end|>\n"
+        "<|tool_call:end|>\n<|tool_call:start|>now\n<|tool_call:end|>",
+        "Hm.",
+        [OSLO, NOW],
+    ),
     ("dots", f"<dots_function_call>\n{OSLO_JSON}\n</dots_function_call>", "", [OSLO]),
     ("gigachat3", f"So:<|message_sep|>\n\nfunction call<|role_sep|>\n{OSLO_JSON}", "So:", [OSLO]),
     ("gigachat3", f"<|function_call|>{NOW_JSON}", "", [NOW]),

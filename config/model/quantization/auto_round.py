@@ -1,22 +1,24 @@
-"""AutoRound checkpoints: 4- or 8-bit integers in the packing of GPTQ or AWQ, FP8 with block scales,
-and MXFP8."""
+"""AutoRound checkpoints: 4- or 8-bit integers in the packing of another format, FP8 with block
+scales, and MXFP8."""
 
 import re
 from collections.abc import Callable
 from dataclasses import replace
 
 from config.model.json_fields import Fields
-from config.model.quantization.awq import awq_scheme
 from config.model.quantization.base import (
     EXPRESSION,
+    QUANTIZATION_FORMATS,
     Overrides,
+    Packing,
     QuantizationConfig,
+    QuantizationFormat,
     Rule,
     WeightScheme,
+    no_packing,
 )
 from config.model.quantization.fields import checked_names, choice, refused
 from config.model.quantization.fp8 import MX_BLOCK, mxfp8_scheme, read_fp8
-from config.model.quantization.gptq import VERSION_2, gptq_scheme
 
 HEAD = "lm_head"
 QUANTIZED_BITS = 8
@@ -24,8 +26,6 @@ QUANTIZED_BITS = 8
 _MXFP8_PACKING = "auto_round:llm_compressor"
 _MX_TYPES = ("mx_fp", "mx_fp_rceil")
 """data_type of MXFP8; the second name rounds scales up."""
-_PLAIN_PACKINGS = ("auto_round", "auto_round:exllamav2", "auto_round:tritonv2")
-"""Packings that store the zero points themselves; GPTQ stores them minus 1."""
 _EXPRESSION_SIGNS = frozenset("*+?^$()[]{}|\\")
 """A name in `extra_config` with such a character is a regular expression that may match any part
 of a module's name, as vLLM reads it."""
@@ -90,19 +90,20 @@ def _check_integers(fields: Fields) -> None:
             raise refused(fields, name, fields.raw[name], "null")
 
 
-def _packing(fields: Fields) -> tuple[Fields, Callable[[Fields], WeightScheme]]:
+def _packing(fields: Fields) -> Packing:
     """(settings, reader of a scheme). Early releases call the packing `backend`."""
     name = "packing_format" if fields.raw.get("packing_format") else "backend"
-    packing = fields.get(name, str, "auto_round:auto_gptq").replace("autoround", "auto_round")
-    if "awq" in packing:
-        return fields, awq_scheme
-    if packing not in _PLAIN_PACKINGS and "gptq" not in packing:
-        raise refused(
-            fields, name, packing, "auto_round, auto_round:auto_gptq or auto_round:auto_awq"
-        )
-    is_plain = "gptq" not in packing or "gptqmodel" in packing
-    raw = {**fields.raw, "desc_act": False, "checkpoint_format": VERSION_2 if is_plain else None}
-    return Fields(raw, fields.file), gptq_scheme
+    packing = fields.get(name, str, "").replace("autoround", "auto_round")
+    served = {
+        method: form.auto_round
+        for method, form in QUANTIZATION_FORMATS.all.items()
+        if form.auto_round is not no_packing
+    }
+    for pack in served.values():
+        if (found := pack(packing, fields)) is not None:
+            return found
+    names = " or ".join(f"auto_round:auto_{method}" for method in served)
+    raise refused(fields, name, packing, f"auto_round, {names}")
 
 
 def _blocks(fields: Fields) -> tuple[str, ...]:
@@ -135,3 +136,6 @@ def _overrides(
     both = found[False] + found[True]
     patterns = checked_names(fields, "extra_config", tuple(pattern for pattern, _ in both))
     return Overrides(patterns, tuple(scheme for _, scheme in both)), has_head
+
+
+FORMATS = {"auto-round": QuantizationFormat(read=read_auto_round, methods=("intel/auto-round",))}

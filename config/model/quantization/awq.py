@@ -4,7 +4,9 @@ from config.model.json_fields import Fields
 from config.model.quantization.base import (
     INPUTS,
     OUTPUTS,
+    Packing,
     QuantizationConfig,
+    QuantizationFormat,
     Rule,
     StoredAxis,
     WeightPart,
@@ -55,3 +57,17 @@ def awq_scheme(fields: Fields) -> WeightScheme:
         WeightPart("scales", "scales", (groups, StoredAxis(OUTPUTS)), FLOATS),
     )
     return WeightScheme(bits, parts, group_size=size, is_symmetric=False)
+
+
+def _packing(packing: str, settings: Fields) -> Packing | None:
+    return (settings, awq_scheme) if "awq" in packing else None
+
+
+FORMATS = {
+    "awq": QuantizationFormat(
+        read=read_awq,
+        spellings=("awq_marlin", "awq_hpu"),
+        file="quant_config.json",
+        auto_round=_packing,
+    )
+}

@@ -1,11 +1,14 @@
-"""QuantizationConfig: a checkpoint's checked quantization_config, and the list of tensors that
-store a quantized weight."""
+"""QuantizationFormat: what a file of this folder says about a format. QuantizationConfig: a
+checkpoint's checked quantization_config, and the list of tensors that store a quantized weight."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from config.expressions import START, Expressions
+from config.kinds import Kinds
+from config.model.json_fields import Fields, Json
 
 EXPRESSION = "re:"
 """Prefix of regular expressions in lists of module names."""
@@ -234,3 +237,45 @@ def _names(module: str) -> tuple[str, ...]:
 def packed_axis(of: int, bits: int) -> StoredAxis:
     """Axis of int32 elements that pack values of `bits` bits."""
     return StoredAxis(of, INT32_BITS // bits, is_packed=True)
+
+
+_BITS = ("bits", "w_bit")
+
+Packing = tuple[Fields, Callable[[Fields], WeightScheme]]
+"""Settings of integers that AutoRound wrote, and the reader of their scheme."""
+
+
+def _with_bits(settings: Fields) -> Json | None:
+    return settings.raw if any(name in settings.raw for name in _BITS) else None
+
+
+def no_packing(packing: str, settings: Fields) -> Packing | None:
+    """QuantizationFormat.auto_round of a format in whose packing AutoRound does not write."""
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationFormat:
+    """A format of quantized checkpoints."""
+
+    read: Callable[[Fields], QuantizationConfig]
+    """Reads the settings. Raises ConfigError for unsupported settings."""
+    methods: tuple[str, ...] = ()
+    """Further values of quant_method. The name of the format is a value, too."""
+    spellings: tuple[str, ...] = ()
+    """Further values of --quantization: kernels of vLLM for the format."""
+    config_key: str = "quantization_config"
+    """Key of the settings in early config.json files."""
+    marks: tuple[str, ...] = ()
+    """Fields that identify settings without quant_method. Any field suffices."""
+    file: str = ""
+    """File with the settings of checkpoints whose config.json has none."""
+    in_file: Callable[[Fields], Json | None] = _with_bits
+    """Returns the settings in the content of `file`; None: the weights are not quantized."""
+    auto_round: Callable[[str, Fields], Packing | None] = no_packing
+    """Returns the Packing for an AutoRound `packing_format` that packs as this format does."""
+
+
+QUANTIZATION_FORMATS = Kinds[QuantizationFormat](
+    "config.model.quantization", "FORMATS", "quantization format"
+)

@@ -9,6 +9,7 @@ from config.model.quantization.base import (
     INPUTS,
     OUTPUTS,
     QuantizationConfig,
+    QuantizationFormat,
     Rule,
     StoredAxis,
     WeightPart,
@@ -68,3 +69,12 @@ def _eight_bits() -> WeightScheme:
             ),
         ),
     )
+
+
+FORMATS = {
+    "bitsandbytes": QuantizationFormat(
+        # Early checkpoints have no quant_method.
+        read=read_bitsandbytes,
+        marks=("load_in_4bit", "load_in_8bit"),
+    )
+}

@@ -9,6 +9,7 @@ from config.model.quantization.base import (
     INPUTS,
     OUTPUTS,
     QuantizationConfig,
+    QuantizationFormat,
     Rule,
     StoredAxis,
     WeightPart,
@@ -169,3 +170,11 @@ def _float(weights: Fields, activations: object) -> WeightScheme:
         suffix="weight_scale",
         activations="none" if activations is None else "static" if is_static else "dynamic",
     )
+
+
+FORMATS = {
+    # The key was renamed in release 0.6.
+    "compressed-tensors": QuantizationFormat(
+        read=read_compressed_tensors, config_key="compression_config"
+    )
+}

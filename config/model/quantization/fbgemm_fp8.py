@@ -7,6 +7,7 @@ from config.model.quantization.base import (
     INPUTS,
     OUTPUTS,
     QuantizationConfig,
+    QuantizationFormat,
     Rule,
     StoredAxis,
     WeightPart,
@@ -37,3 +38,6 @@ def read_fbgemm_fp8(fields: Fields) -> QuantizationConfig:
         ignored=module_names(fields, "modules_to_not_convert"),
         stacked=stacked,
     )
+
+
+FORMATS = {"fbgemm_fp8": QuantizationFormat(read=read_fbgemm_fp8)}

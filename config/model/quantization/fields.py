@@ -1,10 +1,9 @@
 """Fields of quantization_config that several methods share."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from config.errors import ConfigError
-from config.model.json_fields import Fields, read_json, shown
+from config.model.json_fields import Fields, shown
 from config.model.quantization.base import EXPRESSION, Overrides, WeightScheme, expressions
 
 FLOATS = ("F16", "BF16", "F32")
@@ -12,51 +11,8 @@ POWERS = ("U8", "F8_E8M0")
 """Dtypes of scales that are powers of two: the exponents, with the bias of e8m0."""
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 """Name suffixes of scales of FP8 caches. Scales of keys and values are read if the cache is FP8."""
-
-
-_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""File name -> quant_method of early AutoGPTQ and AutoAWQ checkpoints, whose config.json has no
-quantization_config."""
-_MODELOPT_FILE = "hf_quant_config.json"
-"""File with the settings of NVIDIA's Model Optimizer; its first checkpoints have them only here."""
-_BITS = ("bits", "w_bit")
-_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
-"""Fields of bitsandbytes, whose early checkpoints have no quant_method."""
 _SKIPPED, _CHANGED = "-:", "+:"
 """Prefixes of patterns in `dynamic`: skip the modules, or change their settings."""
-
-
-def quantization_fields(fields: Fields) -> Fields | None:
-    """Quantization settings, with quant_method, of the checkpoint whose config.json is `fields`;
-    None if its weights are not quantized."""
-    own = fields.raw.get("quantization_config")
-    if own:
-        return _with_method(own, None, fields.file)
-    # Name of compressed-tensors before release 0.6.
-    older = fields.raw.get("compression_config")
-    if older:
-        return _with_method(older, "compressed-tensors", fields.file)
-    for name, method in _FILES.items():
-        file = fields.file.parent / name
-        if file.is_file():
-            raw = read_json(file)
-            if any(field in raw for field in _BITS):
-                return _with_method(raw, method, file)
-    file = fields.file.parent / _MODELOPT_FILE
-    if file.is_file():
-        settings = Fields(read_json(file), file).get("quantization", dict, {})
-        # null means that only the cache is FP8.
-        if settings.get("quant_algo") is not None:
-            return _with_method(settings, "modelopt", file)
-    return None
-
-
-def _with_method(raw: object, method: str | None, file: Path) -> Fields:
-    if not isinstance(raw, dict):
-        raise ConfigError(f"quantization_config in {file} is {shown(raw)}, it must be an object")
-    if method is None and any(raw.get(name) for name in _BITSANDBYTES):
-        method = "bitsandbytes"
-    return Fields({"quant_method": method, **raw}, file)
 
 
 def dynamic_overrides(fields: Fields, scheme_of: Callable[[Fields], WeightScheme]) -> Overrides:

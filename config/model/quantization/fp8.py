@@ -8,6 +8,7 @@ from config.model.quantization.base import (
     INPUTS,
     OUTPUTS,
     QuantizationConfig,
+    QuantizationFormat,
     Rule,
     StoredAxis,
     WeightPart,
@@ -112,3 +113,9 @@ def mxfp8_scheme(suffix: str, activations: Literal["none", "dynamic"] = "dynamic
         WeightPart("scales", suffix, (outputs, StoredAxis(INPUTS, MX_BLOCK)), POWERS),
     )
     return WeightScheme(8, parts, is_float=True, group_size=MX_BLOCK, activations=activations)
+
+
+FORMATS = {
+    "fp8": QuantizationFormat(read=read_fp8),
+    "mxfp8": QuantizationFormat(read=read_mxfp8),
+}

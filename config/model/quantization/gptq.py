@@ -4,7 +4,9 @@ from config.model.json_fields import Fields
 from config.model.quantization.base import (
     INPUTS,
     OUTPUTS,
+    Packing,
     QuantizationConfig,
+    QuantizationFormat,
     Rule,
     StoredAxis,
     WeightPart,
@@ -24,6 +26,8 @@ from config.model.quantization.fields import (
 VERSIONS = ("gptq", "gptq_v2")
 """Values of checkpoint_format."""
 VERSION_2 = VERSIONS[1]
+_PLAIN_PACKINGS = ("auto_round", "auto_round:exllamav2", "auto_round:tritonv2")
+"""AutoRound's packings that store the zero points themselves; GPTQ stores them minus 1."""
 
 
 def read_gptq(fields: Fields) -> QuantizationConfig:
@@ -73,3 +77,23 @@ def _targets(fields: Fields) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise refused(fields, "modules_in_block_to_quantize", lists, "lists of names of modules")
     return checked_names(fields, "modules_in_block_to_quantize", tuple(names)) or ("Linear",)
+
+
+def _packing(packing: str, settings: Fields) -> Packing | None:
+    is_plain = packing in _PLAIN_PACKINGS or "gptqmodel" in packing
+    # AutoRound writes this packing by default.
+    if packing and not is_plain and "gptq" not in packing:
+        return None
+    version = VERSION_2 if is_plain else None
+    raw = {**settings.raw, "desc_act": False, "checkpoint_format": version}
+    return Fields(raw, settings.file), gptq_scheme
+
+
+FORMATS = {
+    "gptq": QuantizationFormat(
+        read=read_gptq,
+        spellings=("gptq_marlin", "gptq_hpu"),
+        file="quantize_config.json",
+        auto_round=_packing,
+    )
+}

@@ -2,8 +2,8 @@
 
 import re
 
-from config.model.json_fields import Fields
-from config.model.quantization.base import EXPRESSION, QuantizationConfig, Rule
+from config.model.json_fields import Fields, Json
+from config.model.quantization.base import EXPRESSION, QuantizationConfig, QuantizationFormat, Rule
 from config.model.quantization.fields import KV_SCALES, choice, module_names
 from config.model.quantization.fp8 import fp8_scheme, mxfp8_scheme
 
@@ -31,3 +31,17 @@ def _pattern(name: str) -> str:
     if "*" not in name or name.startswith(EXPRESSION):
         return name
     return EXPRESSION + ".*".join(re.escape(part) for part in name.split("*")) + "$"
+
+
+def _in_file(content: Fields) -> Json | None:
+    settings: Json = content.get("quantization", dict, {})
+    # null means that only the cache is FP8.
+    return None if settings.get("quant_algo") is None else settings
+
+
+FORMATS = {
+    # The first checkpoints have the settings only in this file.
+    "modelopt": QuantizationFormat(
+        read=read_modelopt, file="hf_quant_config.json", in_file=_in_file
+    )
+}

@@ -1,5 +1,5 @@
-"""PackedLinearMethod and PackedMoEMethod: the integers of a GPTQ, AWQ or compressed-tensors
-checkpoint, for kernels that multiply by the integers directly."""
+"""PackedLinearMethod and PackedMoEMethod: the packed integers of a checkpoint, for kernels that
+multiply by the integers directly."""
 
 from collections.abc import Mapping
 

@@ -1,8 +1,10 @@
 """Aya Vision: numbered tiles, then the whole image, with a fixed number of image tokens each."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles
 from server.multimodal.processor_fields import MAX_SIDE
 
 
@@ -23,3 +25,9 @@ class AyaVisionForm(NoGrid):
         num_tiles = int(np.ravel(arrays["num_patches"])[0])
         tiles = "".join(f"{self._tile}_{number}{self._tokens}" for number in range(1, num_tiles))
         return f"{self._start}{tiles}{self._whole}{self._tokens}{self._end}"
+
+
+FORMS: Mapping[str, MakeForm] = {
+    "AyaVisionProcessor": AyaVisionForm,
+    "aya_vision": AyaVisionForm,
+}

@@ -3,7 +3,7 @@
 The processor classes of transformers write the same texts, but need torch and a tokenizer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -176,6 +176,11 @@ class PromptForm(Protocol):
     def num_rows(self, arrays: Arrays) -> int:
         """Embedding rows that the tower computes for the image; 0: as many as image tokens."""
         ...
+
+
+MakeForm = Callable[[ProcessorFiles], PromptForm]
+"""Makes the PromptForm of a checkpoint. A family's file lists them by processor class and by model
+type, in FORMS."""
 
 
 class NoGrid:

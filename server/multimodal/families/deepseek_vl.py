@@ -1,6 +1,8 @@
 """DeepSeek-VL: a fixed number of image tokens per image."""
 
-from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+from collections.abc import Mapping
+
+from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles
 
 
 class DeepseekVLForm(NoGrid):
@@ -12,3 +14,9 @@ class DeepseekVLForm(NoGrid):
 
     def text(self, arrays: Arrays) -> str:
         return self._text
+
+
+FORMS: Mapping[str, MakeForm] = {
+    "DeepseekVLProcessor": DeepseekVLForm,
+    "deepseek_vl": DeepseekVLForm,
+}

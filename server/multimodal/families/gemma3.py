@@ -1,8 +1,9 @@
 """Gemma 3: a fixed number of image tokens for the image and for each of its crops."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles
 
 
 class Gemma3Form(NoGrid):
@@ -32,3 +33,9 @@ class Gemma3Form(NoGrid):
             f"Here is the original image {self._whole} and here are some crops to help you see "
             f"better {crops}"
         )
+
+
+FORMS: Mapping[str, MakeForm] = {
+    "Gemma3Processor": Gemma3Form,
+    "gemma3": Gemma3Form,
+}

@@ -1,10 +1,11 @@
 """Idefics 3 and SmolVLM: tiles in rows and columns, then the whole image."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles
 
 
 class Idefics3Form(NoGrid):
@@ -32,3 +33,8 @@ class Idefics3Form(NoGrid):
             for row in range(rows)
         )
         return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
+
+
+FORMS: Mapping[str, MakeForm] = {
+    **dict.fromkeys(("Idefics3Processor", "SmolVLMProcessor", "idefics3", "smolvlm"), Idefics3Form),
+}

@@ -1,10 +1,11 @@
 """InternVL: a fixed number of image tokens per tile, between a start and an end token."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles
 
 
 class InternVLForm(NoGrid):
@@ -22,3 +23,9 @@ class InternVLForm(NoGrid):
     def text(self, arrays: Arrays) -> str:
         num_tiles = int(np.ravel(arrays["num_patches"])[0])
         return f"{self._start}{self.mark * (self._count * num_tiles)}{self._end}"
+
+
+FORMS: Mapping[str, MakeForm] = {
+    "InternVLProcessor": InternVLForm,
+    "internvl": InternVLForm,
+}

@@ -10,7 +10,7 @@ from PIL import Image
 
 from config.errors import ConfigError
 from config.model.json_fields import Json
-from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles
 from server.multimodal.processor_fields import (
     MAX_IMAGE_TOKENS,
     MAX_SIDE,
@@ -178,3 +178,9 @@ def best_grid(size: Size, choices: Sequence[Size], side: int) -> Size:
         if own < difference or (own == difference and fills):
             best, difference = (columns, rows), own
     return best
+
+
+FORMS: Mapping[str, MakeForm] = {
+    # transformers 4.57 writes the third name.
+    **dict.fromkeys(("Lfm2VlProcessor", "lfm2_vl", "lfm2-vl"), Lfm2VlForm),
+}

@@ -1,6 +1,8 @@
 """Llama 4: tiles in rows and columns with separator tokens, then the whole image."""
 
-from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles, image_size
+from collections.abc import Mapping
+
+from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles, image_size
 
 
 class Llama4Form(NoGrid):
@@ -27,3 +29,9 @@ class Llama4Form(NoGrid):
         if rows * columns > 1:
             tiles = (self._column.join([tile] * columns) + self._row) * rows
         return f"{self._start}{tiles}{self._image}{tile}{self._end}"
+
+
+FORMS: Mapping[str, MakeForm] = {
+    "Llama4Processor": Llama4Form,
+    "llama4": Llama4Form,
+}

@@ -1,13 +1,14 @@
 """LLaVA: an image token per patch. LLaVA-NeXT: an image token per patch of the whole image, per
 patch of its tiles without padding, and per end of a row of patches."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.image_processing_utils import select_best_resolution
 
 from config.errors import ConfigError
 from config.model.json_fields import shown
-from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles, image_size
+from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles, image_size
 from server.multimodal.processor_fields import MAX_IMAGE_TOKENS, MAX_SIDE, processor_fields
 
 MAX_CANVASES = 1_024
@@ -88,3 +89,10 @@ def _without_padding(height: int, width: int, rows: int, columns: int) -> tuple[
         return rows - (rows - kept) // 2 * 2, columns
     kept = int(round(width * (rows / height), 7))
     return rows, columns - (columns - kept) // 2 * 2
+
+
+FORMS: Mapping[str, MakeForm] = {
+    **dict.fromkeys(("LlavaProcessor", "llava", "vipllava"), LlavaForm),
+    "LlavaNextProcessor": LlavaNextForm,
+    "llava_next": LlavaNextForm,
+}

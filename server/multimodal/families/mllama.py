@@ -1,8 +1,10 @@
 """Llama 3.2 Vision: one token per image; cross-attention layers read its tiles."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles
 
 
 class MllamaForm(NoGrid):
@@ -17,3 +19,9 @@ class MllamaForm(NoGrid):
     def num_rows(self, arrays: Arrays) -> int:
         """Number of tiles, padding included."""
         return int(np.shape(arrays["aspect_ratio_mask"])[-1])
+
+
+FORMS: Mapping[str, MakeForm] = {
+    "MllamaProcessor": MllamaForm,
+    "mllama": MllamaForm,
+}

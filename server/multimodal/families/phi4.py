@@ -1,6 +1,8 @@
 """Phi-4-multimodal: an image token per embedding, including the embeddings of row ends."""
 
-from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+from collections.abc import Mapping
+
+from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles
 
 
 class Phi4Form(NoGrid):
@@ -11,3 +13,9 @@ class Phi4Form(NoGrid):
 
     def text(self, arrays: Arrays) -> str:
         return self.mark * int(arrays["num_img_tokens"][0])
+
+
+FORMS: Mapping[str, MakeForm] = {
+    "Phi4MultimodalProcessor": Phi4Form,
+    "phi4_multimodal": Phi4Form,
+}

@@ -1,10 +1,11 @@
 """Pixtral and Mistral 3: rows of image tokens, with a token at the end of each row."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from config.model.json_fields import Fields
-from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles
+from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles
 
 
 class PixtralForm(NoGrid):
@@ -28,3 +29,8 @@ class PixtralForm(NoGrid):
         height, width = (int(length) for length in arrays["image_sizes"][0])
         row = self.mark * (width // self._patch)
         return self._break.join([row] * (height // self._patch)) + str(self._end)
+
+
+FORMS: Mapping[str, MakeForm] = {
+    **dict.fromkeys(("PixtralProcessor", "pixtral", "mistral3"), PixtralForm),
+}

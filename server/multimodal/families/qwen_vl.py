@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from server.multimodal.families.base import Arrays, NoGrid, ProcessorFiles, VideoForm
+from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles, VideoForm
 
 MAX_SIDES = 200
 """Maximum ratio of the longer side of a frame to the shorter side."""
@@ -145,3 +145,12 @@ class TimedVideoForm(QwenVideoForm):
             middle = (known[first] + known[first + self._depth - 1]) / 2
             pieces.append(f"<{middle:.1f} seconds>{self._start}{tokens}{self._end}")
         return "".join(pieces)
+
+
+FORMS: Mapping[str, MakeForm] = {
+    **dict.fromkeys(("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"), QwenVLForm),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), QwenVLForm),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), QwenVLForm),
+    "MiniMaxM3VLProcessor": MiniMaxM3Form,
+    "minimax_m3_vl": MiniMaxM3Form,
+}

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from server.parsers.kinds import ParserKind, by_name
 from server.parsers.stream.base import ReasoningParser
 from server.parsers.stream.text_stream import Sink, Steps
 from server.parsers.tool.base import NO_CALLS, CallFinder
@@ -283,4 +284,129 @@ MUSE_GLIMMER = ReasoningFormat(
     has_messages=True,
     header=re.compile(r"\s*(to=(?!(self|user)$)\S+)?(?=$|to=)"),
     header_tag="<|start|>assistant",
+)
+
+REASONING_PARSERS = by_name(
+    ParserKind(
+        (
+            "qwen3",
+            "deepseek_v3",
+            "deepseek_v4",
+            "mimo",
+            "nemotron_v3",
+            "glm45",
+            "glm47",
+            "ling3",
+            "poolside_v1",
+            "olmo3",
+        ),
+        THINK,
+        "`<think>...</think>`, if the answer or the end of the prompt opens it",
+        marks=("think>",),
+        rank=3,
+    ),
+    ParserKind(
+        ("hy_v3",),
+        HY3,
+        "`<think>...</think>`, if the answer or the end of the prompt opens it; the tags may "
+        "have the suffix `:opensource`",
+        marks=("<arg_key{}>", ":opensource>"),
+    ),
+    ParserKind(
+        ("deepseek_r1", "holo2", "minimax_m2", "step3p5"),
+        DEEPSEEK_R1,
+        "up to `</think>`, unless the prompt ends with it",
+    ),
+    ParserKind(
+        ("step3",),
+        DEEPSEEK_R1,
+        "up to `</think>`, unless the prompt ends with it",
+        marks=("<steptml:",),
+    ),
+    ParserKind(
+        ("minimax_m2_append_think",),
+        SHOWN_THINK,
+        "as `minimax_m2`, but the reasoning stays in `content`, between `<think>` and `</think>`",
+    ),
+    ParserKind(
+        ("ernie45",),
+        ERNIE,
+        "up to `</think>`; the answer is optionally in `<response>...</response>`",
+        marks=("<response>",),
+        rank=1,
+    ),
+    ParserKind(
+        ("mistral",),
+        MISTRAL,
+        "`[THINK]...[/THINK]`",
+        marks=("[THINK]",),
+        rank=1,
+    ),
+    ParserKind(
+        ("seed_oss",),
+        SEED,
+        "`<seed:think>...</seed:think>`",
+        marks=("<seed:think>",),
+    ),
+    ParserKind(
+        ("kimi_k2",),
+        KIMI,
+        "`\u25c1think\u25b7...\u25c1/think\u25b7`",
+        marks=("\u25c1/think\u25b7",),
+    ),
+    ParserKind(
+        ("minimax_m3",),
+        MINIMAX_M3,
+        "`<mm:think>...</mm:think>`",
+        marks=("<mm:think>",),
+    ),
+    ParserKind(
+        ("granite",),
+        GRANITE,
+        '"Here is my thought process:" ... "Here is my response:"',
+        marks=("Here is my thought process:",),
+        rank=1,
+    ),
+    ParserKind(
+        ("hunyuan_a13b",),
+        HUNYUAN,
+        "`<think>...</think><answer>...</answer>`",
+        marks=("<answer>", "<|extra_4|>"),
+        rank=2,
+    ),
+    ParserKind(
+        ("gemma4",),
+        GEMMA4,
+        "`<\\|channel>thought ... <channel\\|>`, anywhere in an answer",
+        marks=("<|channel>",),
+    ),
+    ParserKind(
+        ("cohere_command3", "cohere_command4"),
+        COHERE,
+        "blocks or messages of special tokens, anywhere in an answer; with the tool parser "
+        "of the same name",
+        marks=("<|START_THINKING|>",),
+    ),
+    ParserKind(
+        ("kimi_k3",),
+        KIMI_K3,
+        "blocks or messages of special tokens, anywhere in an answer; with the tool parser "
+        "of the same name",
+        marks=("<|open|>",),
+    ),
+    ParserKind(
+        ("inkling",),
+        INKLING,
+        "blocks or messages of special tokens, anywhere in an answer; with the tool parser "
+        "of the same name",
+        marks=("<|content_thinking|>",),
+    ),
+    ParserKind(
+        ("muse_glimmer",),
+        MUSE_GLIMMER,
+        "blocks or messages of special tokens, anywhere in an answer; with the tool parser "
+        "of the same name",
+        marks=("to=self",),
+        rank=1,
+    ),
 )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from server.parsers.kinds import ParserKind, by_name
 from server.parsers.stream.base import EventBuffer, Tools
 from server.parsers.stream.json_stream import read_short_string
 from server.parsers.stream.text_stream import Source, Steps
@@ -49,3 +50,12 @@ class KeyedJson(TaggedJson):
 
 
 APERTUS = KeyedJson(markers=("<|tools_prefix|>",), ends=("<|tools_suffix|>",))
+
+TOOL_PARSERS = by_name(
+    ParserKind(
+        ("apertus",),
+        APERTUS,
+        '`<\\|tools_prefix\\|>[{"f": {"a": "x"}}]<\\|tools_suffix\\|>`',
+        marks=("<|tools_prefix|>",),
+    ),
+)

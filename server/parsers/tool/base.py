@@ -1,6 +1,7 @@
 """The tool parser, and the interfaces of call formats. An answer is text up to a marker, a call,
 and text again."""
 
+import secrets
 from dataclasses import dataclass
 
 from server.parsers.stream.base import EventBuffer, StreamParser, ToolCallStart, Tools
@@ -69,6 +70,10 @@ class ToolCallFormat(ToolCallReader):
         """The grammar of calls to `functions`. Raises UserError if it cannot enforce the schema of
         their arguments."""
         raise NotImplementedError
+
+    def new_call_id(self) -> str:
+        """A new id for a call whose id the model did not write."""
+        return f"call_{secrets.token_hex(12)}"
 
 
 class ToolCallParser(StreamParser):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from server.parsers.kinds import ParserKind, by_name
 from server.parsers.stream.base import EventBuffer, Tools
 from server.parsers.stream.json_stream import MAX_DEPTH, quoted
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
@@ -290,4 +291,14 @@ MINIMAX_M3 = Elements(
     opening=f"{_NAMESPACE}<invoke name=",
     call_end=f"{_NAMESPACE}</invoke>",
     section_end=f"{_NAMESPACE}</tool_call>",
+)
+
+TOOL_PARSERS = by_name(
+    ParserKind(
+        ("minimax_m3",),
+        MINIMAX_M3,
+        '`<invoke name="f"><a>x</a></invoke>`, with `]<]minimax[>[` before each tag; objects '
+        "and lists are nested tags",
+        marks=("]<]minimax[>[",),
+    ),
 )

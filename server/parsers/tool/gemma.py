@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from server.parsers.kinds import ParserKind, by_name
 from server.parsers.stream.base import EventBuffer, Tools
 from server.parsers.stream.json_stream import (
     MAX_DEPTH,
@@ -164,4 +165,19 @@ GEMMA4 = Gemma(
     ends=("<tool_call|>",),
     quote='<|"|>',
     ignored_markers=("<|tool_response>",),
+)
+
+TOOL_PARSERS = by_name(
+    ParserKind(
+        ("gemma4",),
+        GEMMA4,
+        '`call:f{a:<\\|"\\|>x<\\|"\\|>,b:1}` between tags',
+        marks=("<|tool_call>",),
+    ),
+    ParserKind(
+        ("functiongemma",),
+        FUNCTIONGEMMA,
+        "`call:f{a:<escape>x<escape>,b:1}` between tags",
+        marks=("<start_function_call>",),
+    ),
 )

@@ -4,6 +4,7 @@ others."""
 from dataclasses import dataclass, fields
 from typing import Any
 
+from server.parsers.kinds import ParserKind, by_name
 from server.parsers.stream.base import EventBuffer, Tools
 from server.parsers.stream.text_stream import Source, Steps
 from server.parsers.tool.base import ToolCallFormat
@@ -50,4 +51,14 @@ HY3 = EitherTags(
     ignored_markers=(*_SUFFIXED.ignored_markers, *HUNYUAN.ignored_markers),
     section=_SUFFIXED.section,
     ends=(*_SUFFIXED.ends, *HUNYUAN.ends),
+)
+
+TOOL_PARSERS = by_name(
+    ParserKind(
+        ("hy_v3",),
+        HY3,
+        "`<tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>x</arg_value></tool_call>`; "
+        "the tags may have the suffix `:opensource`",
+        marks=("<arg_key{}>", ":opensource>"),
+    ),
 )

@@ -2,8 +2,11 @@
 others), or a name and then an object (Mistral, DeepSeek, Kimi)."""
 
 import re
+import secrets
+import string
 from dataclasses import dataclass, field
 
+from server.parsers.kinds import ParserKind, by_name
 from server.parsers.stream.base import EventBuffer, Tools
 from server.parsers.stream.json_stream import object_of, read_short_string, read_value
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps
@@ -273,6 +276,10 @@ class Mistral(ToolCallFormat):
         content = any_of(sequence(regex(" ?"), json_value(calls_schema(functions))), *named)
         return ToolCallGrammar(dict.fromkeys(self.markers, content))
 
+    def new_call_id(self) -> str:
+        """A new id of nine letters and digits, the only ids that Mistral's templates accept."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSeek(ToolCallFormat):
@@ -425,4 +432,106 @@ KIMI = Kimi(
     ),
     section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ends=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+)
+
+TOOL_PARSERS = by_name(
+    ParserKind(
+        ("hermes", "qwen25", "granite4", "ernie45"),
+        HERMES,
+        '`<tool_call>{"name": "f", "arguments": {}}</tool_call>`',
+        marks=("<tool_call>",),
+        rank=9,
+    ),
+    ParserKind(
+        ("longcat",),
+        LONGCAT,
+        '`<longcat_tool_call>{"name": "f", "arguments": {}}</longcat_tool_call>`',
+        marks=("<longcat_tool_call>",),
+    ),
+    ParserKind(
+        ("llama3_json", "llama4_json"),
+        LLAMA3_JSON,
+        '`{"name": "f", "parameters": {}}`, optionally after `<\\|python_tag\\|>`',
+        marks=("<|python_tag|>", '{"name": function name, "parameters":'),
+        rank=6,
+    ),
+    ParserKind(
+        ("mistral",),
+        MISTRAL,
+        '`[TOOL_CALLS] [{"name": "f", "arguments": {}}]` or `[TOOL_CALLS]f[ARGS]{}`',
+        marks=("[TOOL_CALLS]",),
+        rank=4,
+    ),
+    ParserKind(
+        ("granite",),
+        GRANITE,
+        '`<\\|tool_call\\|>[{"name": "f", "arguments": {}}]`',
+        marks=("<|tool_call|>",),
+        rank=8,
+    ),
+    ParserKind(
+        ("granite-20b-fc",),
+        GRANITE_20B,
+        '`<function_call> {"name": "f", "arguments": {}}`',
+        marks=("<function_call>",),
+        rank=7,
+    ),
+    ParserKind(
+        ("deepseek_v3", "deepseek_v31"),
+        DEEPSEEK,
+        "a name between special tokens, then a JSON object",
+        marks=("<\uff5ctool\u2581call\u2581begin\uff5c>",),
+        rank=1,
+    ),
+    ParserKind(
+        ("kimi_k2",),
+        KIMI,
+        "a name between special tokens, then a JSON object",
+        marks=("<|tool_call_begin|>",),
+    ),
+    ParserKind(
+        ("jamba", "hunyuan_a13b"),
+        JAMBA,
+        '`<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>`',
+        marks=("<tool_calls>",),
+        rank=8,
+    ),
+    ParserKind(
+        ("internlm",),
+        INTERNLM,
+        '`<\\|action_start\\|><\\|plugin\\|>{"name": "f", "parameters": {}}<\\|action_end\\|>`',
+        marks=("<|action_start|>",),
+        rank=5,
+    ),
+    ParserKind(
+        ("phi4_mini_json",),
+        PHI4_MINI,
+        '`functools[{"name": "f", "arguments": {}}]`',
+        marks=("functools[",),
+        rank=5,
+    ),
+    ParserKind(
+        ("xlam",),
+        XLAM,
+        "a JSON list of calls, alone or after `[TOOL_CALLS]`, in a fenced block or in "
+        "`<tool_call>` tags",
+    ),
+    ParserKind(
+        ("gigachat3",),
+        GIGACHAT,
+        '`<\\|function_call\\|>{"name": "f", "arguments": {}}`',
+        marks=("<|function_call|>", "function call<|role_sep|>"),
+    ),
+    ParserKind(
+        ("cohere_command3", "cohere_command4"),
+        COHERE,
+        '`<\\|START_ACTION\\|>[{"tool_name": "f", "parameters": {}}]<\\|END_ACTION\\|>`',
+        marks=("<|START_ACTION|>",),
+    ),
+    ParserKind(
+        ("inkling",),
+        INKLING,
+        '`<\\|content_invoke_tool_json\\|>{"name": "f", "args": {}}`',
+        marks=("<|content_invoke_tool_json|>",),
+    ),
 )

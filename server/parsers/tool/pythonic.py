@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from server.parsers.kinds import ParserKind, by_name
 from server.parsers.stream.base import EventBuffer, Tools
 from server.parsers.stream.json_stream import read_members
 from server.parsers.stream.python_stream import after_blanks, read_literal
@@ -181,3 +182,34 @@ LLAMA4_PYTHONIC = Pythonic(
 )
 OLMO3 = PythonicLines(markers=("<function_calls>",), ends=("</function_calls>",))
 LFM2 = Pythonic(markers=("<|tool_call_start|>",), ends=("<|tool_call_end|>",))
+
+TOOL_PARSERS = by_name(
+    ParserKind(
+        ("pythonic",),
+        PYTHONIC,
+        '`[f(a="x"), g()]`',
+        marks=("[func_name1(",),
+        rank=5,
+    ),
+    ParserKind(
+        ("llama4_pythonic",),
+        LLAMA4_PYTHONIC,
+        '`[f(a="x"), g()]`, optionally between `<\\|python_start\\|>` and `<\\|python_end\\|>`',
+        marks=("<|python_start|>",),
+        rank=4,
+    ),
+    ParserKind(
+        ("olmo3",),
+        OLMO3,
+        "a call as in Python in each line, between `<function_calls>` and `</function_calls>`",
+        marks=("<function_calls>",),
+        rank=8,
+    ),
+    ParserKind(
+        ("lfm2",),
+        LFM2,
+        '`<\\|tool_call_start\\|>[f(a="x")]<\\|tool_call_end\\|>`',
+        marks=("<|tool_call_start|>",),
+        rank=4,
+    ),
+)

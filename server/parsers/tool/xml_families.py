@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from server.parsers.kinds import ParserKind, by_name
 from server.parsers.tool.xml import Attributes, Tags
 
 
@@ -137,4 +138,100 @@ STEP3 = _invoke(
     section=("<\uff5ctool_calls_begin\uff5c>", "<\uff5ctool_calls_end\uff5c>"),
     ends=("<\uff5ctool_call_end\uff5c>",),
     is_framed=False,
+)
+SOLAR_OPEN2 = Tags(
+    markers=("<|tool_call:start|>",),
+    name_end=("\n", "<|tool_arg:start|>", "<|tool_call:end|>"),
+    leaves_name_end=True,
+    key="<|tool_arg:start|>",
+    key_end="<|tool_arg:value|>",
+    value_end="<|tool_arg:end|>",
+    call_end="<|tool_call:end|>",
+    is_framed=False,
+)
+
+TOOL_PARSERS = by_name(
+    ParserKind(
+        ("qwen3_coder", "qwen3_xml", "mimo", "step3p5"),
+        QWEN3_CODER,
+        "`<tool_call><function=f><parameter=a>x</parameter></function></tool_call>`",
+        marks=("<function=",),
+        rank=3,
+    ),
+    ParserKind(
+        ("seed_oss",),
+        SEED,
+        "`<seed:tool_call><function=f><parameter=a>x</parameter></function></seed:tool_call>`",
+        marks=("<seed:tool_call>",),
+    ),
+    ParserKind(
+        ("deepseek_v32", "deepseek_v4"),
+        DSML,
+        '`<\uff5cDSML\uff5cinvoke name="f"><\uff5cDSML\uff5cparameter name="a" '
+        'string="true">x</\uff5cDSML\uff5cparameter></\uff5cDSML\uff5cinvoke>`',
+        marks=("<\uff5cDSML\uff5c",),
+    ),
+    ParserKind(
+        ("minimax_m2",),
+        MINIMAX,
+        '`<minimax:tool_call><invoke name="f"><parameter '
+        'name="a">x</parameter></invoke></minimax:tool_call>`',
+        marks=("<minimax:tool_call>",),
+        rank=1,
+    ),
+    ParserKind(
+        ("dots",),
+        DOTS,
+        '`<dots_function_call><invoke name="f"><parameter '
+        'name="a">x</parameter></invoke></dots_function_call>`',
+        marks=("<dots_function_call>",),
+    ),
+    ParserKind(
+        ("muse_glimmer",),
+        MUSE_GLIMMER,
+        '`<atem:invoke name="f"><atem:parameter name="a">x</atem:parameter></atem:invoke>`',
+        marks=("<atem:",),
+    ),
+    ParserKind(
+        ("minicpm5",),
+        MINICPM5,
+        '`<function name="f"><param name="a">x</param></function>`, of the request\'s '
+        "functions only",
+        marks=("<function name=",),
+    ),
+    ParserKind(
+        ("kimi_k3",),
+        KIMI_K3,
+        "`call` and `argument` tags of `<\\|open\\|>`, `<\\|close\\|>` and `<\\|sep\\|>`; an "
+        "argument has its type",
+        marks=("<|open|>",),
+    ),
+    ParserKind(
+        ("glm45", "glm47", "ling3", "poolside_v1"),
+        GLM,
+        "`<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>`",
+        marks=("<arg_key>",),
+        rank=2,
+    ),
+    ParserKind(
+        ("hunyuan",),
+        HUNYUAN,
+        "`<tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>x</arg_value></tool_call>`",
+        marks=("<tool_sep>",),
+        rank=1,
+    ),
+    ParserKind(
+        ("step3",),
+        STEP3,
+        '`<steptml:invoke name="f"><steptml:parameter '
+        'name="a">x</steptml:parameter></steptml:invoke>`',
+        marks=("<steptml:",),
+    ),
+    ParserKind(
+        ("solar_open2",),
+        SOLAR_OPEN2,
+        "`<\\|tool_call:start\\|>f`, then `<\\|tool_arg:start\\|>a<\\|tool_arg:value\\|>"
+        "x<\\|tool_arg:end\\|>` for each argument, then `<\\|tool_call:end\\|>`",
+        marks=("<|tool_call:start|>",),
+    ),
 )

@@ -218,7 +218,10 @@ def test_a_bucket_file_asks_for_its_strategy() -> None:
             ["--enable-prefix-caching=false"],
             "takes no value, .*=false gives one; --no-enable-prefix-caching turns it off",
         ),
-        (["--quantization", "hqq"], "is .hqq., it must be one of gptq, awq, .* int8, int4, gguf"),
+        (
+            ["--quantization", "hqq"],
+            "is .hqq., it must be one of auto-round, awq, .* int4, gguf",
+        ),
         (
             ["--bucketing-strategy=file"],
             "is 'file' and --bucketing-file is 'none'.*need each other",

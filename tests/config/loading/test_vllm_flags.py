@@ -231,7 +231,7 @@ def test_the_log_has_a_warning_for_each_note(
         ("--enable-chunked-prefill=False", "enable-chunked-prefill is False, it must be true"),
         ("--enable-chunked-prefill=no", "--enable-chunked-prefill takes no value, --enable-ch"),
         ("--max-logprobs 21", "max-logprobs is 21, it must be between 0 and 20"),
-        ("-q hqq", "quantization is 'hqq', it must be one of gptq, awq, compressed-tensors, fp8"),
+        ("-q hqq", "quantization is 'hqq', it must be one of auto-round, awq, bitsandbytes"),
         ("--generation-config ./folder", "is './folder', it must be one of auto, vllm"),
         ("--weights-load-device xpu", "weights-load-device is 'xpu', it must be cpu or hpu"),
         ("--speculative-model x", "--speculative-config has no --num-speculative-tokens"),

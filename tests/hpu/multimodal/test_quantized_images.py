@@ -13,8 +13,7 @@ from transformers import AutoModelForImageTextToText
 from worker_rig import WorkerRig
 
 from config.checkpoint.facts import model_facts
-from hpu.quantization.int4 import quantize_int4
-from hpu.quantization.int8 import quantize_int8
+from hpu.quantization.weight_only import quantize_int4, quantize_int8
 
 NEW_TOKENS = 6
 TOWERS = ("visual", "vision_tower", "multi_modal_projector", "model.visual", "model.vision_tower",

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpu.native.library import Library, PackedLinear
-from hpu.quantization.int4 import quantize_int4
-from hpu.quantization.int8 import quantize_int8
+from hpu.quantization.weight_only import quantize_int4, quantize_int8
 
 OUT, SIZE, ROUNDS, LAYERS = 8192, 1024, 40, 16
 

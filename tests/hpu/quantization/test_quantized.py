@@ -25,10 +25,9 @@ from hpu.models.registry import build_model
 from hpu.native.library import Library, PackedLinear
 from hpu.native.panels import kind_of
 from hpu.ops.cpu import quantized_linear
-from hpu.quantization.int4 import quantize_int4
-from hpu.quantization.int8 import quantize_int8
 from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight, concatenate
 from hpu.quantization.registry import SCHEMES, process_weights
+from hpu.quantization.weight_only import quantize_int4, quantize_int8
 
 OUT, SIZE = 176, 160
 KINDS = ["int8", "int4", "Q8_0"]

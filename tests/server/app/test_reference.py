@@ -1,4 +1,4 @@
-"""docs/api.md is what the code says."""
+"""docs/api.md and docs/tools.md are what the code says."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ from http_rig import in_memory
 
 from server.anthropic.schema import CountBody
 from server.app.openapi import BODIES
-from server.app.reference import PATH, TABLES, type_of, with_tables
+from server.app.reference import PATH, TABLES, TOOLS, type_of, with_parsers, with_tables
 from server.openai.schema.generation import Body
 from server.pooling.schema import (
     ClassifyBody,
@@ -30,6 +30,13 @@ def test_the_tables_of_all_bodies_are_what_the_code_says() -> None:
 
     assert set(named) == {body.__name__ for body in BODIES if body not in LIKE_OTHERS}
     assert with_tables(PAGE) == PAGE, "run `python -m server.app.reference`"
+
+
+def test_the_tables_of_parsers_are_those_of_the_code() -> None:
+    page = TOOLS.read_text(encoding="utf-8")
+
+    assert "`xlam`" in page
+    assert with_parsers(page) == page, "run `make reference`"
 
 
 @pytest.mark.parametrize("body", [body for body in BODIES if body not in LIKE_OTHERS])

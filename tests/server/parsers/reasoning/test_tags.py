@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 from parsing import TOOLS, good_calls, read, read_every_way
 
-from config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from server.parsers.output_parser import OutputParser
 from server.parsers.reasoning.tags import ReasoningTagParser
 from server.parsers.registry import (
@@ -275,8 +274,3 @@ def test_a_template_tells_its_parsers(
     template: str, calls: str | None, thinking: str | None
 ) -> None:
     assert (tool_parser_of(template), reasoning_parser_of(template)) == (calls, thinking)
-
-
-def test_every_name_of_the_flags_has_a_parser_and_every_parser_a_name() -> None:
-    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *TOOL_CALL_FORMATS}
-    assert set(REASONING_PARSERS) == {"auto", "none", *REASONING_FORMATS}

@@ -1,0 +1,20 @@
+"""Parsers of command lines with the flags of a server. They know the names of output parsers, which
+config/ does not."""
+
+from functools import partial
+from importlib import import_module
+
+from config.loading import parser
+
+
+def _names(attribute: str) -> list[str]:
+    # Imported here: most command lines name no parser.
+    return sorted(getattr(import_module("server.parsers.registry"), attribute).all)
+
+
+_KINDS = {
+    "tool-call-parser": partial(_names, "TOOL_PARSERS"),
+    "reasoning-parser": partial(_names, "REASONING_PARSERS"),
+}
+server_parser = partial(parser.server_parser, kinds=_KINDS)
+command_parser = partial(parser.command_parser, kinds=_KINDS)

@@ -1,0 +1,58 @@
+"""Registry of parsers: names on the command line."""
+
+import pytest
+
+from config.errors import ConfigError
+from config.loading.sources import load
+from config.server import ServerConfig
+from server.cli.flags import server_parser
+from server.generation.answer_parser import ParserConfig
+from server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+
+FLAGS = {"tool-call-parser": TOOL_PARSERS, "reasoning-parser": REASONING_PARSERS}
+
+
+def loaded(*words: str, **environ: str) -> ServerConfig:
+    return load(["demo", *words], environ=environ, parser=server_parser("serve", "")).server
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_parser_is_a_choice_of_its_flag(flag: str) -> None:
+    for name in FLAGS[flag].all:
+        server = loaded(f"--{flag}", name)
+
+        assert getattr(server, flag.replace("-", "_")) == name
+        assert name in ParserConfig.of(server, "").__repr__()
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_an_unknown_parser_is_refused_with_all_known_parsers(flag: str) -> None:
+    known = ", ".join(sorted(FLAGS[flag].all))
+    field = flag.replace("-", "_")
+
+    with pytest.raises(ConfigError) as of_flag:
+        loaded(f"--{flag}", "seed_os")
+    with pytest.raises(ConfigError) as of_variable:
+        loaded(**{f"GAUDISERVE_{field.upper()}": "seed_os"})
+    with pytest.raises(ConfigError) as of_keyword:
+        ParserConfig.of(ServerConfig(**{field: "seed_os"}), "")
+
+    allowed = f"must be one of auto, none, {known}; did you mean seed_oss?"
+    assert f"--{flag} is 'seed_os'" in str(of_flag.value)
+    assert allowed in str(of_flag.value)
+    assert allowed in str(of_variable.value)
+    assert str(of_keyword.value).endswith(f"it must be one of {known}")
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_the_help_shows_every_parser(flag: str) -> None:
+    text = "".join(server_parser("serve", "").format_help_about(flag).split())
+
+    assert ",".join(("{auto", "none", *sorted(FLAGS[flag].all))) + "}" in text
+
+
+def test_a_command_line_without_a_parser_imports_no_parsers() -> None:
+    parser = server_parser("serve", "")
+    parser.kinds = dict.fromkeys(parser.kinds, pytest.fail)
+
+    assert load(["demo"], environ={}, parser=parser).server.tool_call_parser == "auto"
