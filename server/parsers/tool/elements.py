@@ -14,6 +14,7 @@ from server.parsers.tool.argument_types import (
     cast,
 )
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
+from server.parsers.tool.json import read_call_block, read_inner_arguments
 from server.parsers.tool.structural_tag import (
     Argument,
     Functions,
@@ -54,6 +55,9 @@ class Elements(ToolCallFormat):
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         between: list[str] = []
         if marker != self.opening:
+            yield from source.skip_whitespace()
+            if (yield from read_call_block(source, output, (self.section_end,))):
+                return
             yield from self._skip_to_opening(source, between)
         while True:
             yield from self._read_call(source, output, tools, between)
@@ -66,7 +70,6 @@ class Elements(ToolCallFormat):
                 return
 
     def _skip_to_opening(self, source: Source, between: list[str]) -> Steps[None]:
-        yield from source.skip_whitespace()
         words = (*self.markers, *self.ends)
         word = yield from source.read_until(
             words, between.append, most=MAX_NAME_CHARACTERS, leave=True
@@ -81,8 +84,26 @@ class Elements(ToolCallFormat):
         name = yield from source.collect_until((">",), most=MAX_NAME_CHARACTERS)
         name = checked_name(name.strip(QUOTES_AND_BLANKS))
         parameters = tools.get(name, {})
-        schema = NestedSchema(parameters, parameters)
         output.start_call(name)
+        between.append((yield from source.skip_whitespace()))
+        tags = (self.call_end, self.section_end, self.opening)
+        if (
+            yield from read_inner_arguments(source, output, parameters.get("properties", {}), tags)
+        ):
+            yield from source.read_until(tags, between.append, leave=True)
+            yield from source.accept(self.call_end)
+        else:
+            yield from self._read_arguments(
+                source, output, NestedSchema(parameters, parameters), between
+            )
+        output.end_call()
+        if text := "".join(between).strip():
+            output.add_text(text)
+
+    def _read_arguments(
+        self, source: Source, output: EventBuffer, schema: NestedSchema, between: list[str]
+    ) -> Steps[None]:
+        """Read arguments and the tag that ends the call."""
         output.add_arguments("{")
         num_keys = 0
         while key := (yield from self._next_key(source, between, num_keys)):
@@ -97,9 +118,6 @@ class Elements(ToolCallFormat):
             else:
                 output.add_arguments((yield from self._read_value(source, schema, (key,), between)))
         output.add_arguments("}")
-        output.end_call()
-        if text := "".join(between).strip():
-            output.add_text(text)
 
     def _next_key(self, source: Source, between: list[str], num_keys: int) -> Steps[str]:
         """Take the start tag of the next argument and return its name; "" if the call ends
