@@ -21,7 +21,7 @@ TOOL_CALL_PARSERS = (
     *("seed_oss", "jamba", "hunyuan_a13b", "internlm", "phi4_mini_json", "xlam", "lfm2", "olmo3"),
     *("hunyuan", "hy_v3", "step3", "functiongemma", "gemma4", "openai", "ernie45", "longcat"),
     *("gigachat3", "cohere_command3", "cohere_command4", "inkling", "apertus", "dots"),
-    *("minicpm5", "muse_glimmer"),
+    *("minicpm5", "muse_glimmer", "minimax_m3_py"),
 )
 MAX_IMAGES = 64
 """Default maximum number of images in a prompt."""

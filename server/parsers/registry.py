@@ -52,6 +52,8 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "kimi_k3": xml_calls.KIMI_K3,
     "minimax_m2": xml_calls.MINIMAX,
     "minimax_m3": element_calls.MINIMAX_M3,
+    # The parser that vLLM's plug-in for Gaudi adds.
+    "minimax_m3_py": element_calls.MINIMAX_M3,
     "seed_oss": xml_calls.SEED,
     "jamba": json_calls.JAMBA,
     "hunyuan_a13b": json_calls.JAMBA,
