@@ -316,7 +316,7 @@ def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
     for field in ("name", "tool_call_id"):
         if not isinstance(message.get(field), str | None):
             raise _bad(wrong_field(message, field, where, "a string"))
-    # As in vLLM, a message may have no content, and the result of a tool no id.
+    # vLLM takes messages without content and results of tools without an id, too.
     if content is None or isinstance(content, str):
         return
     if not isinstance(content, list):
