@@ -170,7 +170,7 @@ class ServerConfig:
     enable_dev_endpoints: bool = setting(
         False,
         "Serve the developer routes: /start_profile, /stop_profile, /server_info, "
-        "/reset_prefix_cache, /sleep, /wake_up; needs --api-key",
+        "/reset_prefix_cache, /sleep, /wake_up; without --api-key they are not served",
         variables=("VLLM_SERVER_DEV_MODE",),
     )
     enable_docs: bool = setting(
@@ -383,9 +383,8 @@ class ServerConfig:
             if count < 0:
                 raise ConfigError(f"limit_mm_per_prompt has {count} {kind}, it must be at least 0")
         _check_frames(*self.video_frames)
-        for name in ("enable_dev_endpoints", "cache_salt_per_key"):
-            if getattr(self, name) and not self.has_api_keys:
-                raise ConfigError(f"{name} is on and api_keys holds 0 keys, it needs 1")
+        if self.cache_salt_per_key and not self.has_api_keys:
+            raise ConfigError("cache_salt_per_key is on and api_keys holds 0 keys, it needs 1")
         if self.uds is not None and self.api_server_count > 1:
             raise ConfigError(
                 f"uds is {self.uds} and api_server_count is {self.api_server_count}: one API "
@@ -407,6 +406,11 @@ class ServerConfig:
     def path_prefix(self) -> str:
         """Prefix of all paths, without a trailing slash; empty: no prefix."""
         return self.root_path.rstrip("/")
+
+    @property
+    def serves_dev_endpoints(self) -> bool:
+        """Whether the developer routes exist: never without a key."""
+        return self.enable_dev_endpoints and self.has_api_keys
 
     @property
     def has_api_keys(self) -> bool:

@@ -62,7 +62,7 @@ class Loaded:
     without_effect: Mapping[str, str]
     """Accepted vLLM flags, with their values -> why they have no effect."""
     notes: tuple[str, ...]
-    """Notes about how vLLM's spellings and files were understood."""
+    """Notes about how vLLM's spellings, files and variables were understood."""
     arguments: argparse.Namespace
     """Parsed command line, including flags that only its command has."""
     words: tuple[str, ...] = ()
@@ -173,6 +173,8 @@ def _merge(
     for flag in FLAGS:
         values.setdefault(flag.key, (flag.default, DEFAULT))
     engine, server = _build(values)
+    if server.enable_dev_endpoints and not server.serves_dev_endpoints:
+        notes.append("--enable-dev-endpoints has no effect without --api-key")
     sources = {flag.key: values[flag.key] for flag in FLAGS}
     return Loaded(engine, server, sources, without_effect, tuple(notes), arguments)
 

@@ -94,7 +94,7 @@ VALUES = (
         "two steps are in flight instead of several planned at once; --overlap-depth 1 "
         "turns that off",
     ),
-    ("num-lookahead-slots", ("0",), "--num-speculative-tokens says how many"),
+    ("num-lookahead-slots", (NUMBER,), "--num-speculative-tokens says how many"),
     ("scheduler-delay-factor", ("0",), "a waiting prompt starts with the next step"),
     (
         "max-num-partial-prefills max-long-partial-prefills",
@@ -250,13 +250,14 @@ ABSENT = (
     ("mamba-*", "recurrent states have one form and a cache of their own"),
     ("hf-token", "set the variable HF_TOKEN"),
     (
-        "hf-config-path rope-scaling rope-theta override-attention-dtype",
+        "hf-config-path override-attention-dtype",
         "the model is what its config.json says; --hf-overrides changes its fields",
     ),
     ("tokenizer-revision", "the tokenizer comes with the model, at --revision"),
     ("disable-sliding-window", "set --max-model-len to the length of the window"),
     ("tokenizer-pool-*", "--tokenizer-threads sets the number of threads"),
     ("enable-prompt-embeds io-processor-plugin", "prompts are text or token ids"),
+    ("enable-return-routed-experts", "answers have tokens and log-probabilities"),
     (
         "logits-processors logits-processor-pattern scheduler-cls middleware tool-parser-plugin "
         "reasoning-parser-plugin additional-config",

@@ -19,6 +19,11 @@ MAX_SHOWN = 4
 _SHORT = re.compile(r"(-[a-zA-Z-]+)((?:[=.].*)?)$", re.DOTALL)
 _DOTTED = re.compile(r"(--[a-zA-Z][\w-]*)\.([^=]+?)(\+?)(?:=(.*))?$", re.DOTALL)
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])$")
+_OVERRIDES = {
+    "--rope-scaling": "--hf-overrides.rope_scaling",
+    "--rope-theta": "--hf-overrides.rope_theta",
+}
+"""Flags of older versions of vLLM, and the fields of config.json that they set."""
 _SWITCHES = {"true": "--NAME", "false": "--no-NAME"}
 
 
@@ -35,7 +40,7 @@ def respelled(words: Iterable[str], known: Collection[str]) -> Spelled:
     dotted flag without a value."""
     notes: list[str] = []
     whole = []
-    for word in _with_objects(map(_long_form, map(with_dashes, words))):
+    for word in _with_objects(map(_override, map(_long_form, map(with_dashes, words)))):
         name, equals, value = word.partition("=")
         meant = abbreviated(name, known)
         if len(meant) == 1:
@@ -89,6 +94,11 @@ def _long_form(word: str) -> str:
     if match is None or match[1] not in SHORT_FORMS:
         return word
     return SHORT_FORMS[match[1]] + match[2]
+
+
+def _override(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return _OVERRIDES.get(name, name) + equals + value
 
 
 def _with_objects(words: Iterable[str]) -> list[str]:

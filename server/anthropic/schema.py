@@ -68,11 +68,18 @@ class ThinkingChoice(Body):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class ContextManagement(Body):
+    """Deletions that other servers make in a prompt once it is long. This server makes no
+    deletion, like others below their threshold."""
+
+    edits: Tools | None = None
+
+
 class OutputFormat(Body):
     """The form that the text is to have."""
 
     schema_: Schema = Field(alias="schema")
-    type: Literal["json_schema"]
+    type: Literal["json_schema"] = "json_schema"
 
 
 class OutputConfig(Body):
@@ -97,7 +104,6 @@ class CountBody(Body):
     unsupported: ClassVar[Unsupported] = {
         "container": (),
         "kv_transfer_params": ({},),
-        "context_management": ({}, {"edits": []}, {"edits": [_KEEP_ALL]}),
         "mcp_servers": ([],),
     }
     without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
@@ -110,6 +116,9 @@ class CountBody(Body):
     thinking: ThinkingChoice | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="As output_config.format.")
+    context_management: ContextManagement | None = Field(
+        None, description="Without effect: nothing is deleted from a prompt."
+    )
     chat_template_kwargs: Variables | None = None
 
     @classmethod
@@ -117,6 +126,10 @@ class CountBody(Body):
         """Names of unknown fields, and of ignored tools and blocks."""
         ignored = super().unknown_fields(data)
         ignored += ignored_entries("tools", data.get("tools"), is_foreign_tool)
+        management = data.get("context_management")
+        if isinstance(management, dict):
+            name, edits = "context_management.edits", management.get("edits")
+            ignored += ignored_entries(name, edits, lambda edit: edit != _KEEP_ALL)
         messages = data.get("messages")
         for place, message in enumerate(messages if isinstance(messages, list) else ()):
             if isinstance(message, dict) and message.get("role") == "assistant":

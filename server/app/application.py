@@ -108,7 +108,7 @@ def create_app(state: AppState) -> ASGIApp:
 
 
 def _optional_routers(state: AppState) -> list[tuple[APIRouter, str, bool]]:
-    """Routes that are served with a flag: the routes, the flag, whether it is set."""
+    """Routes that are served with flags: the routes, the flags, whether these are set."""
     config = state.config
     return [
         (
@@ -116,7 +116,11 @@ def _optional_routers(state: AppState) -> list[tuple[APIRouter, str, bool]]:
             "--allow-runtime-lora-updating",
             config.allow_runtime_lora_updating,
         ),
-        (development_routes(state), "--enable-dev-endpoints", config.enable_dev_endpoints),
+        (
+            development_routes(state),
+            "--enable-dev-endpoints and --api-key",
+            config.serves_dev_endpoints,
+        ),
         (docs_routes(TITLE), "--enable-docs", config.enable_docs),
         (page_routes(state), "--enable-page", config.enable_page),
     ]

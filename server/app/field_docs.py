@@ -138,6 +138,7 @@ OVERRIDES: Mapping[str, Mapping[str, str]] = {
         "effort": "As reasoning_effort of a chat.",
         "summary": _NO_EFFECT,
     },
+    "ContextManagement": {"edits": _NO_EFFECT},
     "TextOptions": {"format": "text, json_object or json_schema."},
     "ScoreBody": {
         "text_1": "A text, or as many as text_2 has.",

@@ -1,5 +1,5 @@
 """`gaudiserve vllm-command`: write a command `vllm` that runs gaudiserve, for scripts that call
-`vllm serve`.
+`vllm serve`, and its form `python3 -m vllm.entrypoints.openai.api_server`.
 
 The command never hides an installed vLLM: it is not written if vLLM is installed, and it runs a
 vLLM that is installed later.
@@ -16,6 +16,7 @@ from config.loading.env import environment, is_installed
 from config.loading.parser import Parser
 from config.version import VERSION
 from server.cli import main as gaudiserve
+from server.cli.vllm_modules import FILE, LINE
 
 NAME = "vllm"
 SCRIPT = """\
@@ -38,19 +39,25 @@ def main(argv: list[str]) -> int:
         prog="gaudiserve vllm-command",
         usage="gaudiserve vllm-command",
         description="Write a command `vllm` that is gaudiserve beside the command gaudiserve, "
-        "unless vLLM is installed.",
+        "unless vLLM is installed. `python3 -m vllm.entrypoints.openai.api_server` then runs "
+        "that command.",
     ).parse_all(argv)
     path = Path(sysconfig.get_path("scripts")) / NAME
     if found := installed(path):
         print(f"{found} is installed: nothing is written")
         return 0
-    try:
-        path.write_text(SCRIPT.format(python=sys.executable), encoding="utf-8")
-        path.chmod(0o755)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    _write(path, SCRIPT.format(python=sys.executable))
+    _write(Path(sysconfig.get_path("purelib")) / FILE, LINE)
+    path.chmod(0o755)
     print(f"{path} is gaudiserve {VERSION}")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def run() -> int:

@@ -11,7 +11,7 @@ from starlette.types import Scope, Send
 logger = logging.getLogger(__name__)
 
 MAX_IGNORED_FIELDS = 8
-MAX_IGNORED_CHARACTERS = 40
+MAX_IGNORED_CHARACTERS = 64
 """Limits of the unknown fields that a response names: number of names, and characters of each
 name."""
 _NOT_IN_A_LIST = re.compile(r"[^!-~]|,")

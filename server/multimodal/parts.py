@@ -44,13 +44,23 @@ class MediaSource:
     kind: bytes = IMAGE
 
 
+def kind_of(part: object) -> bytes | None:
+    """IMAGE or VIDEO; None for other parts. A part without a type has the type of its field."""
+    if not isinstance(part, dict):
+        return None
+    if part.get("type") is not None:
+        return KINDS.get(str(part["type"]))
+    return next((kind for kind, name in PART_TYPES.items() if name in part), None)
+
+
 def media_source(part: Mapping[str, Any], where: str, param: str = "messages") -> MediaSource:
     """The image or video of a content part. Raises UserError."""
 
     def bad(message: str) -> UserError:
         return UserError(f"{where} {message}", param=param)
 
-    kind = KINDS[part["type"]]
+    kind = kind_of(part)
+    assert kind is not None, "the part has an image or a video"
     fields = _FIELDS[kind]
     given = next((part[name] for name in fields if part.get(name)), None)
     uuid = part.get("uuid")
@@ -68,7 +78,8 @@ def media_source(part: Mapping[str, Any], where: str, param: str = "messages") -
     if not given and uuid:
         return MediaSource(where, uuid=uuid, kind=kind)
     if not isinstance(given, str) or not given:
-        raise bad(f"has type {part['type']!r}, it must have {fields[0]} with a url, or a uuid")
+        shown = part.get("type") or PART_TYPES[kind]
+        raise bad(f"has type {shown!r}, it must have {fields[0]} with a url, or a uuid")
     return MediaSource(where, given, uuid=uuid or "", kind=kind)
 
 
@@ -93,7 +104,7 @@ def take_media(messages: Sequence[Any]) -> tuple[list[Message], list[MediaSource
         if isinstance(content, list):
             parts = []
             for number, part in enumerate(content):
-                if isinstance(part, dict) and part.get("type") in KINDS:
+                if kind_of(part) is not None:
                     source = media_source(part, f"messages[{index}].content[{number}]")
                     sources.append(source)
                     part = IMAGE_PART if source.kind == IMAGE else VIDEO_PART

@@ -32,7 +32,7 @@ from transformers.models.mllama.processing_mllama import (
 )
 
 from gaudiserve import LLM, SamplingParams
-from server.multimodal.image_processor import ImageProcessor
+from server.multimodal.image_processor import ImageProcessor, minimax_m3_processor
 from server.multimodal.messages import Setup, Video
 from server.multimodal.phi4_images import Phi4ImageProcessor
 from server.multimodal.video import read_frames
@@ -41,7 +41,10 @@ from server.multimodal.video import read_frames
 FAMILIES = ["llava", "qwen2_vl"]
 FAMILIES += [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "gemma3", "mllama", "phi4_multimodal")
+    for name in (
+        *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "gemma3", "mllama", "phi4_multimodal"),
+        "minimax_m3_vl",
+    )
 ]
 FAMILIES += [
     pytest.param(name, marks=pytest.mark.slow) for name in ("lighton_ocr", "llava_onevision")
@@ -87,6 +90,8 @@ def processed(folder: str, text: str, images: list[Image.Image]) -> dict[str, An
         return seen_by_layers(folder, text, images)
     if "phi4" in folder:
         return with_crops(folder, text, images)
+    if "minimax" in folder:
+        return with_own_patches(folder, text, images)
     if "onevision" in folder:
         # Its class needs torchvision, for videos.
         return with_rows(folder, text, images)
@@ -121,6 +126,21 @@ def seen_by_layers(folder: str, text: str, images: list[Image.Image]) -> dict[st
         [get_cross_attention_token_mask(ids[0].tolist(), token_id)], num_tiles, 4, ids.shape[1]
     )
     return {**inputs, "input_ids": ids, "cross_attention_mask": torch.from_numpy(mask)}
+
+
+def with_own_patches(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:
+    """By our image processor, which is compared with that of transformers elsewhere."""
+    inputs: dict[str, Any] = {}
+    first, *others = text.split("]<]image[>[")
+    if images:
+        fields = json.loads(Path(folder, "preprocessor_config.json").read_text())
+        inputs = dict(minimax_m3_processor(fields)(images=images, return_tensors="pt"))
+        first += "".join(
+            f"]<]start of image[>[{']<]image[>[' * (int(grid.prod()) // 4)}]<]end of image[>[{rest}"
+            for grid, rest in zip(inputs["image_grid_thw"], others, strict=True)
+        )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return {**inputs, "input_ids": tokenizer(first, return_tensors="pt")["input_ids"]}
 
 
 def with_rows(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:

@@ -79,6 +79,7 @@ _INTERPOLATED = {
     "num_position_embeddings": 25,
 }
 _SQUARE = {"height": 56, "width": 56}
+_M3_TOKENS = ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>[")
 PHI4_AUDIO: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -254,6 +255,23 @@ FAMILIES = {
             }
         },
         is_flat=True,
+    ),
+    "minimax_m3_vl": _Family(
+        tokens=_M3_TOKENS,
+        mark=_M3_TOKENS[0],
+        fields={
+            # A head of 24: three times six numbers are rotated.
+            "vision_config": {**_PLAIN, "hidden_size": 48, "temporal_patch_size": 2},
+            **{"image_token_index": _M3_TOKENS[0], "projector_hidden_size": 40},
+        },
+        preprocessor={
+            "image_processor_type": "MiniMaxM3VLImageProcessor",
+            "min_pixels": 28 * 28 * 4,
+            "max_pixels": MAX_PIXELS,
+        },
+        processor={"processor_class": "MiniMaxM3VLProcessor"},
+        # An older transformers lacks the family.
+        text={**TEXTS.get("minimax_m3_vl_text", {}), "model_type": "minimax_m3_vl_text"},
     ),
     "gemma3": _Family(
         tokens=("<image_soft_token>", "<start_of_image>", "<end_of_image>"),

@@ -38,6 +38,7 @@ from server.openai.schema.json_schema import (
     record,
     words,
 )
+from server.openai.schema.open_lists import ignored_entries
 from server.openai.schema.tools import FUNCTION
 
 WITH_LOGPROBS = "message.output_text.logprobs"
@@ -112,7 +113,6 @@ class ResponseBody(GenerationBody):
     unsupported: ClassVar[Unsupported] = {
         **UNSUPPORTED,
         "best_of": (1,),
-        "context_management": ([],),
         "conversation": (),
         "echo": (False,),
         "function_call": ("none", "auto"),
@@ -158,6 +158,9 @@ class ResponseBody(GenerationBody):
     service_tier: Label | None = None
     prompt_cache_key: Label | None = None
     safety_identifier: SafetyIdentifier | None = None
+    context_management: Tools | None = Field(
+        None, description="Without effect: a long input is not compacted."
+    )
     documents: Documents | None = None
     chat_template: str | None = None
     chat_template_kwargs: Variables | None = None
@@ -170,6 +173,7 @@ class ResponseBody(GenerationBody):
         return [
             *super().unknown_fields(data),
             *ignored_tools(data.get("tools")),
+            *ignored_entries("context_management", data.get("context_management"), bool),
             *ignored_items(data.get("input")),
         ]
 

@@ -20,7 +20,7 @@ from server.http.body_bounds import (
     Tools,
     Variables,
 )
-from server.multimodal.parts import KINDS, PART_TYPES, media_source, wrong_type
+from server.multimodal.parts import PART_TYPES, kind_of, media_source, wrong_type
 from server.openai.schema.generation import (
     UNSUPPORTED,
     Body,
@@ -39,6 +39,7 @@ from server.openai.schema.tools import (
     TOOLS_SCHEMA,
     check_tools,
     forced_schema,
+    functions_of,
     is_foreign_tool,
     name_of,
 )
@@ -134,7 +135,7 @@ class ChatPromptBody(Body):
         """Functions that the model sees; None without functions or if tool_choice is none."""
         if self.tool_choice == "none":
             return None
-        return [tool for tool in self.tools or () if not is_foreign_tool(tool)] or None
+        return functions_of(self.tools) or None
 
     @property
     def adds_generation_prompt(self) -> bool:
@@ -207,9 +208,10 @@ class ChatBody(ChatPromptBody, GenerationBody):
         check_at_least(self, "max_completion_tokens", 1)
         check_at_least(self, "max_tokens", 1)
         check_between(self, "top_logprobs", 0, MAX_LOGPROBS)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise UserError(
-                f"top_logprobs is {self.top_logprobs}, it must be null unless logprobs is true",
+                f"top_logprobs is {self.top_logprobs}, it must be null or 0 unless logprobs is "
+                "true",
                 param="top_logprobs",
             )
         if self.modalities is not None and self.modalities != ["text"]:
@@ -272,8 +274,11 @@ def _text_of(message: Message) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
-    texts = [part for part in content if part["type"] in TEXT_PARTS]
-    return "".join(part[TEXT_PARTS[part["type"]]] for part in texts)
+    return "".join(
+        part if isinstance(part, str) else part[TEXT_PARTS[part["type"]]]
+        for part in content
+        if isinstance(part, str) or part.get("type") in TEXT_PARTS
+    )
 
 
 def _ignored_parts(messages: Any) -> Iterator[str]:
@@ -311,14 +316,8 @@ def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
     for field in ("name", "tool_call_id"):
         if not isinstance(message.get(field), str | None):
             raise _bad(wrong_field(message, field, where, "a string"))
-    if role == "tool" and message.get("tool_call_id") is None:
-        raise _bad(wrong_field(message, "tool_call_id", where, "the id of a call"))
-    if content is None:
-        # A tool may give nothing.
-        if role in ("assistant", "tool"):
-            return
-        raise _bad(wrong_field(message, "content", where, "a string or a list of parts"))
-    if isinstance(content, str):
+    # vLLM takes messages without content and results of tools without an id, too.
+    if content is None or isinstance(content, str):
         return
     if not isinstance(content, list):
         raise _bad(wrong_field(message, "content", where, "a string or a list of parts"))
@@ -326,9 +325,9 @@ def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
     taken = ("text", *(PART_TYPES[kind] for kind in kinds))
     for number, part in enumerate(content):
         path = f"{where}.content[{number}]"
-        if kinds and isinstance(part, dict) and KINDS.get(str(part.get("type"))) in kinds:
+        if kinds and kind_of(part) in kinds:
             media_source(part, path)
-        elif not (role == "assistant" and is_ignored_part(part)):
+        elif not isinstance(part, str) and not (role == "assistant" and is_ignored_part(part)):
             part_text(part, path, taken)
 
 

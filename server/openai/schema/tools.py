@@ -21,15 +21,14 @@ from server.parsers.tool.structural_tag import MAX_CALLS, calls_schema, object_s
 MAX_TOOL_NAME_CHARACTERS = 256
 _SHOWN_NAMES = 200
 _CHOICES = ("none", "auto")
+_TYPE = {"type": "function"}
 
 FUNCTION = {"name": TEXT, "description": TEXT, "parameters": OBJECT, "strict": {"type": "boolean"}}
 
 
 def _of_function(properties: dict[str, Schema]) -> Schema:
     function = record(properties, required=["name"])
-    return record(
-        {"type": constant("function"), "function": function}, required=["type", "function"]
-    )
+    return record({"type": constant("function"), "function": function}, required=["function"])
 
 
 _FOREIGN = record({"type": {**TEXT, "not": constant("function")}}, required=["type"])
@@ -46,6 +45,12 @@ TOOL_CHOICE_SCHEMA = {
 def is_foreign_tool(tool: Any) -> bool:
     """Whether `tool` runs on other servers or is no function, and is ignored."""
     return type_of(tool) not in (None, "function")
+
+
+def functions_of(tools: list[Any] | None) -> list[Any]:
+    """The functions among checked `tools`, with the type that may be missing: templates show it."""
+    functions = [tool for tool in tools or () if not is_foreign_tool(tool)]
+    return [tool if tool.get("type") else {**_TYPE, **tool, **_TYPE} for tool in functions]
 
 
 def check_tools(tools: list[Any] | None, choice: Any) -> None:
@@ -79,7 +84,8 @@ def name_of(choice: Any) -> str | None:
     """Name of the function that tool_choice names, if any."""
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) and choice.get("type") == "function" else None
+    is_function = isinstance(choice, dict) and choice.get("type") in (None, "function")
+    return name if isinstance(name, str) and is_function else None
 
 
 def forced_schema(tools: list[Any], choice: Any, *, is_parallel: bool) -> dict[str, Any] | None:
@@ -97,14 +103,14 @@ def forced_schema(tools: list[Any], choice: Any, *, is_parallel: bool) -> dict[s
 
 def check_function(tool: Any, where: str) -> str:
     """The name of a function. Raises UserError."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
+    if not isinstance(tool, dict) or tool.get("type") not in (None, "function"):
         shown = untyped(tool, where, "function") if not type_of(tool) else ""
         raise _bad(shown or f"{where} has type {type_of(tool)!r}, it must be 'function'")
     function, path = tool.get("function"), f"{where}.function"
     if not isinstance(function, dict):
         raise _bad(wrong_field(tool, "function", where, "an object"))
     name = function.get("name")
-    # vLLM accepts names with dots and blanks, too; names of MCP tools have dots.
+    # vLLM takes any string. Names of MCP tools have dots, and names of other clients blanks.
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         raise _bad(wrong_field(function, "name", path, "a string of visible characters"))
     if len(name) > MAX_TOOL_NAME_CHARACTERS:

@@ -15,6 +15,7 @@ from server.parsers.tool.argument_types import (
     cast,
 )
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
+from server.parsers.tool.json import read_call_block, read_inner_arguments
 from server.parsers.tool.structural_tag import (
     Argument,
     Functions,
@@ -55,6 +56,9 @@ class Elements(ToolCallFormat):
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         between: list[str] = []
         if marker != self.opening:
+            yield from source.skip_whitespace()
+            if (yield from read_call_block(source, output, (self.section_end,))):
+                return
             yield from self._skip_to_opening(source, between)
         while True:
             yield from self._read_call(source, output, tools, between)
@@ -67,7 +71,6 @@ class Elements(ToolCallFormat):
                 return
 
     def _skip_to_opening(self, source: Source, between: list[str]) -> Steps[None]:
-        yield from source.skip_whitespace()
         words = (*self.markers, *self.ends)
         word = yield from source.read_until(
             words, between.append, most=MAX_NAME_CHARACTERS, leave=True
@@ -82,8 +85,26 @@ class Elements(ToolCallFormat):
         name = yield from source.collect_until((">",), most=MAX_NAME_CHARACTERS)
         name = checked_name(name.strip(QUOTES_AND_BLANKS))
         parameters = tools.get(name, {})
-        schema = NestedSchema(parameters, parameters)
         output.start_call(name)
+        between.append((yield from source.skip_whitespace()))
+        tags = (self.call_end, self.section_end, self.opening)
+        if (
+            yield from read_inner_arguments(source, output, parameters.get("properties", {}), tags)
+        ):
+            yield from source.read_until(tags, between.append, leave=True)
+            yield from source.accept(self.call_end)
+        else:
+            yield from self._read_arguments(
+                source, output, NestedSchema(parameters, parameters), between
+            )
+        output.end_call()
+        if text := "".join(between).strip():
+            output.add_text(text)
+
+    def _read_arguments(
+        self, source: Source, output: EventBuffer, schema: NestedSchema, between: list[str]
+    ) -> Steps[None]:
+        """Read arguments and the tag that ends the call."""
         output.add_arguments("{")
         num_keys = 0
         while key := (yield from self._next_key(source, between, num_keys)):
@@ -98,9 +119,6 @@ class Elements(ToolCallFormat):
             else:
                 output.add_arguments((yield from self._read_value(source, schema, (key,), between)))
         output.add_arguments("}")
-        output.end_call()
-        if text := "".join(between).strip():
-            output.add_text(text)
 
     def _next_key(self, source: Source, between: list[str], num_keys: int) -> Steps[str]:
         """Take the start tag of the next argument and return its name; "" if the call ends
@@ -295,7 +313,8 @@ MINIMAX_M3 = Elements(
 
 TOOL_PARSERS = by_name(
     ParserKind(
-        ("minimax_m3",),
+        # The second name is the name of vLLM's parser in its plug-in for Gaudi.
+        ("minimax_m3", "minimax_m3_py"),
         MINIMAX_M3,
         '`<invoke name="f"><a>x</a></invoke>`, with `]<]minimax[>[` before each tag; objects '
         "and lists are nested tags",

@@ -1,9 +1,11 @@
 """Calls whose arguments are JSON: objects and lists between markers (Hermes, Llama, Granite and
 others), or a name and then an object (Mistral, DeepSeek, Kimi)."""
 
+import json
 import re
 import secrets
 import string
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from server.parsers.kinds import ParserKind, by_name
@@ -178,6 +180,42 @@ def read_named_call(
     yield from read_value(source, output.add_arguments, 0, ends)
     output.end_call()
     source.start_recording()
+
+
+def read_call_block(source: Source, output: EventBuffer, ends: tuple[str, ...]) -> Steps[bool]:
+    """Read calls that the model writes as JSON in the tags of a format without JSON. False if no
+    JSON comes next."""
+    if not (yield from source.peek_word("{", "[")):
+        return False
+    yield from read_calls(source, output, None, ends)
+    yield from source.skip_whitespace()
+    yield from source.accept(*ends)
+    return True
+
+
+def read_inner_arguments(
+    source: Source, output: EventBuffer, parameters: Container[str], ends: tuple[str, ...]
+) -> Steps[bool]:
+    """Read an object of all arguments in the tags of a call: in a format without JSON, the end of
+    the object is needed to find arguments that the model wrapped once more. False if no object
+    comes next. `parameters`: names of the function's parameters."""
+    if not (yield from source.peek_word("{")):
+        return False
+    pieces: list[str] = []
+    try:
+        yield from read_value(source, pieces.append, 0, ends)
+    except ParseError:
+        output.add_arguments("".join(pieces))
+        raise
+    text = "".join(pieces)
+    values = json.loads(text)
+    wrappers = values.keys() & set(ARGUMENTS)
+    if len(wrappers) == 1 and values.keys() <= {*wrappers, *NAMES}:
+        (wrapper,) = wrappers
+        if wrapper not in parameters and isinstance(values[wrapper], dict):
+            text = json.dumps(values[wrapper])
+    output.add_arguments(text)
+    return True
 
 
 def collect_name(source: Source, separator: str, reader: ToolCallReader) -> Steps[str]:

@@ -17,7 +17,7 @@ from server.parsers.tool.argument_types import (
     types_of,
 )
 from server.parsers.tool.base import MAX_NAME_CHARACTERS, ToolCallFormat, checked_name
-from server.parsers.tool.json import read_object_call
+from server.parsers.tool.json import read_call_block, read_inner_arguments
 from server.parsers.tool.structural_tag import (
     IDENTIFIER,
     Argument,
@@ -110,8 +110,8 @@ class Tags(ToolCallFormat):
         between: list[str] = []
         if not is_bare:
             yield from source.skip_whitespace()
-            if (yield from source.peek()) == "{":
-                yield from self._read_json(source, output)
+            ends = tuple(filter(None, (self.section_end, self.call_end)))
+            if (yield from read_call_block(source, output, ends)):
                 return
             if self.opening:
                 yield from self._skip_to_opening(source, between)
@@ -126,13 +126,6 @@ class Tags(ToolCallFormat):
                 return
             if not (yield from source.accept(self.opening)):
                 return
-
-    def _read_json(self, source: Source, output: EventBuffer) -> Steps[None]:
-        """Read a call that the model writes as JSON in the tags around its calls."""
-        ends = tuple(filter(None, (self.section_end, self.call_end)))
-        yield from read_object_call(source, output, None, ends)
-        yield from source.skip_whitespace()
-        yield from source.accept(*ends)
 
     def _skip_to_opening(self, source: Source, between: list[str]) -> Steps[None]:
         word = yield from source.read_until(
@@ -164,6 +157,21 @@ class Tags(ToolCallFormat):
             yield from self._read_attributes(source, self.attributes.end)
         arguments = _Arguments(output, tools.get(name, {}))
         output.start_call(name)
+        between.append((yield from source.skip_whitespace()))
+        tags = (self.call_end, *self._after_call)
+        if (yield from read_inner_arguments(source, output, arguments.names, tags)):
+            yield from source.read_until(tags, between.append, leave=True)
+            yield from source.accept(self.call_end)
+        else:
+            yield from self._read_arguments(source, output, arguments, between)
+        output.end_call()
+        if text := "".join(between).strip():
+            output.add_text(text)
+
+    def _read_arguments(
+        self, source: Source, output: EventBuffer, arguments: "_Arguments", between: list[str]
+    ) -> Steps[None]:
+        """Read arguments and the tag that ends the call."""
         output.add_arguments("{")
         while True:
             between.append((yield from source.skip_whitespace()))
@@ -176,9 +184,6 @@ class Tags(ToolCallFormat):
                 break
         arguments.end()
         output.add_arguments("}")
-        output.end_call()
-        if text := "".join(between).strip():
-            output.add_text(text)
 
     def _skip_to_tag(
         self, source: Source, arguments: "_Arguments", between: list[str]
@@ -333,7 +338,7 @@ class _Arguments:
         self._output = output
         self._schema = schema
         properties = schema.get("properties")
-        self._names = properties.keys() if isinstance(properties, dict) else frozenset()
+        self.names = properties.keys() if isinstance(properties, dict) else frozenset()
         self._keys: set[str] = set()
         self._wrapped: tuple[str, str] | None = None
         """Key and value of the only argument so far, if it may contain all arguments."""
@@ -349,11 +354,11 @@ class _Arguments:
         """Whether an argument `key` may follow."""
         if key in self._keys or not key.isprintable() or "<" in key:
             return False
-        return key in self._names if self._names else IDENTIFIER.fullmatch(key) is not None
+        return key in self.names if self.names else IDENTIFIER.fullmatch(key) is not None
 
     def is_wrapper(self, key: str) -> bool:
         """Whether `key` is not a parameter but may contain all arguments, as in JSON formats."""
-        is_other = bool(self._names) and key not in self._names
+        is_other = bool(self.names) and key not in self.names
         return is_other and key in _WRAPPERS and not self._keys
 
     def add(self, key: str, value: str) -> None:
@@ -361,7 +366,7 @@ class _Arguments:
         inner = None
         if self.is_wrapper(key):
             inner = object_of(value) or object_of(json.loads(value) if value[:1] == '"' else "")
-        if inner is not None and json.loads(inner).keys() <= self._names:
+        if inner is not None and json.loads(inner).keys() <= self.names:
             self._wrapped = (key, inner)
             self._keys.add(key)
             return

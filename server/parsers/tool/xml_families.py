@@ -119,7 +119,7 @@ KIMI_K3 = Tags(
     ),
     is_framed=False,
 )
-GLM = _key_and_value(name_end=("\n", "<arg_key>", "</tool_call>"), leaves_name_end=True)
+GLM = _key_and_value(name_end=("\n", "{", "<arg_key>", "</tool_call>"), leaves_name_end=True)
 HUNYUAN = _key_and_value(
     name_end=("<tool_sep>",),
     ignored_markers=("<tool_calls>", "</tool_calls>"),

@@ -3,6 +3,7 @@
 Each row restates the flags and values of a file, variables of a script filled in.
 """
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -182,6 +183,11 @@ TUTORIAL_LINES = (
     "--use-v2-block-manager --distributed_executor_backend ray --gpu_memory_utilization 0.85 "
     "--disable-log-requests --enable-reasoning --reasoning-parser deepseek_r1 "
     "--enable-expert-parallel",
+    "--port 8080 --model org/model --tensor-parallel-size 8 --max-num-seqs 128 --dtype bfloat16 "
+    "--block-size 128 --gpu-memory-util 0.9 --num-lookahead-slots 1 --use-v2-block-manager",
+    # The parser that the plug-in adds.
+    "org/model --enable-auto-tool-choice --tool-call-parser minimax_m3_py "
+    "--reasoning-parser minimax_m3",
     "--host 0 --port 30001 --device hpu --dtype bfloat16 --quantization gptq_hpu --model m "
     "--trust-remote-code --tensor-parallel-size 1 --seed 0 --max-seq-len-to-capture 8192",
 )
@@ -201,7 +207,7 @@ WITHOUT_EFFECT = {
     *("num-scheduler-steps", "use-padding-aware-scheduling", "trust-remote-code"),
     *("use-v2-block-manager", "tokenizer-mode", "max-seq-len-to-capture", "config-format"),
     *("collect-detailed-traces", "kv-transfer-config", "weights-load-device", "disable-log-stats"),
-    "enable-reasoning",
+    *("enable-reasoning", "num-lookahead-slots"),
 }
 """Flags of the lines that have nothing to switch here."""
 NOTED = re.compile(r"(--[\w-]+) (?:is taken for|\S+ is a file of vLLM's image)")
@@ -223,6 +229,14 @@ def test_a_command_line_for_gaudi_is_taken(line: str) -> None:
     ignored = {flag.partition(" ")[0].removeprefix("--") for flag in loaded.without_effect}
     assert ignored == given & WITHOUT_EFFECT
     assert all(loaded.without_effect.values())
+
+
+def test_flags_for_the_rope_set_fields_of_the_config() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+    loaded = taken(f"m --rope-scaling '{json.dumps(rope)}' --rope_theta=1e6")
+
+    assert json.loads(loaded.engine.hf_overrides) == {"rope_scaling": rope, "rope_theta": 1e6}
 
 
 @pytest.mark.parametrize(

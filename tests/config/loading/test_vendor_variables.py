@@ -130,8 +130,13 @@ def test_steps_that_make_no_sense_are_refused(word: str) -> None:
 
 
 def test_developer_routes_are_never_open_without_a_key() -> None:
-    with pytest.raises(ConfigError, match="api-key holds 0 keys, it needs 1"):
-        load(["m"], environ={"VLLM_SERVER_DEV_MODE": "1"})
+    environ = {"VLLM_SERVER_DEV_MODE": "1"}
+
+    without, with_key = (load(["m", *flags], environ=environ) for flags in ([], ["--api-key=k"]))
+
+    assert not without.server.serves_dev_endpoints and with_key.server.serves_dev_endpoints
+    assert without.notes == ("--enable-dev-endpoints has no effect without --api-key",)
+    assert with_key.notes == ()
 
 
 def test_every_data_file_of_the_packages_is_in_the_wheel() -> None:

@@ -557,12 +557,21 @@ async def test_unknown_fields_nulls_and_hints_are_taken() -> None:
         **{"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": None},
         **{"system": None, "tools": [], "tool_choice": {"type": "auto"}, "stop_sequences": []},
         **{"thinking": {"type": "disabled"}, "mcp_servers": [], "something": 1},
-        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"format": {"schema": {"type": "object"}}},
+        "context_management": {
+            "edits": [
+                {"type": "clear_thinking_20251015", "keep": "all"},
+                {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens"}},
+            ]
+        },
     }
     async with talking() as rig:
         response = await ask(rig, **taken)
 
         assert response.status_code == 200, response.text
+        assert response.headers["x-gaudiserve-ignored-fields"] == (
+            "something, context_management.edits[1]:clear_tool_uses_20250919"
+        )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 import os
 import subprocess
+import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,8 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of commands, which is first in PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(folder))
+    paths = {"scripts": str(folder), "purelib": str(tmp_path)}
+    monkeypatch.setattr("sysconfig.get_path", paths.__getitem__)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return folder
@@ -28,6 +32,60 @@ def write_command(path: Path, text: str = "#!/bin/sh\necho the real one $*\n") -
     path.write_text(text)
     path.chmod(0o755)
     return path
+
+
+@pytest.fixture
+def other_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Python of an environment in which `gaudiserve vllm-command` was called."""
+    folder = tmp_path / "environment"
+    venv.create(folder)
+    packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    paths = {"scripts": str(folder / "bin"), "purelib": str(packages / "site-packages")}
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{sysconfig.get_path('purelib')}")
+    monkeypatch.setattr("sysconfig.get_path", paths.__getitem__)
+    assert main(["vllm-command"]) == 0
+    return folder / "bin" / "python"
+
+
+def write_package(folder: Path, module: str) -> None:
+    """A package vllm with one module, which prints its name."""
+    file = folder / f"{module.replace('.', '/')}.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("print(__spec__.name)\n")
+    (folder / "vllm" / "__init__.py").touch()
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [("openai.api_server", "serve"), ("openai.run_batch", "run-batch")],
+)
+def test_a_module_of_vllm_runs_the_command_of_gaudiserve(
+    module: str, command: str, other_python: Path, tmp_path: Path
+) -> None:
+    shown = call(str(other_python), "-m", f"vllm.entrypoints.{module}", "--help", cwd=str(tmp_path))
+
+    assert shown.stdout.startswith(f"usage: gaudiserve {command} ")
+    assert shown.stderr.startswith("vllm: this is gaudiserve ")
+
+
+def test_other_programs_find_no_module_vllm(other_python: Path, tmp_path: Path) -> None:
+    done = call(str(other_python), "-c", "import vllm", cwd=str(tmp_path))
+
+    assert "No module named 'vllm'" in done.stderr
+
+
+def test_a_package_vllm_that_is_installed_later_is_run(
+    other_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "vllm.entrypoints.openai.api_server"
+    write_package(tmp_path / "real", module)
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path / 'real'}")
+
+    done = call(str(other_python), "-m", module, cwd=str(tmp_path))
+    absent = call(str(other_python), "-m", "vllm.entrypoints.cli.main", cwd=str(tmp_path))
+
+    assert (done.stdout, done.stderr) == (f"{module}\n", "")
+    assert "No module named vllm.entrypoints.cli" in absent.stderr.replace("'", "")
 
 
 def call(*words: str, **options: str) -> subprocess.CompletedProcess[str]:
@@ -73,7 +131,7 @@ def test_nothing_is_written_where_the_package_is_installed(
 
     assert main(["vllm-command"]) == 0
 
-    assert list(scripts.iterdir()) == []
+    assert list(scripts.iterdir()) == [] and list(tmp_path.glob("*.pth")) == []
 
 
 def test_a_vllm_that_is_installed_later_is_run(
@@ -91,7 +149,7 @@ def test_a_vllm_that_is_installed_later_is_run(
 def test_a_folder_that_cannot_be_written_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sysconfig.get_path", lambda name: "/no/such/folder")
+    monkeypatch.setattr("sysconfig.get_path", "/no/such/folder".format)
 
     assert main(["vllm-command"]) == 2
 

@@ -85,6 +85,16 @@ async def test_an_image_takes_the_place_of_its_mark_in_the_prompt(rig: Rig) -> N
     assert np.frombuffer(encoded.tensors[1].data, "<i8").tolist() == [1, 4, 6]
 
 
+async def test_an_image_url_without_a_type_is_an_image(rig: Rig) -> None:
+    untyped = {"image_url": {"url": data_url()}}
+    await chat(rig, "a", part(), text("b"))
+    answer = await chat(rig, text("a"), untyped, "b")
+
+    assert answer.status_code == 200, answer.text
+    first, second = rig.client.queues
+    assert (second.prompt, second.images) == (first.prompt, first.images)
+
+
 async def test_several_images_keep_their_order_and_equal_ones_travel_once(rig: Rig) -> None:
     sizes = [(56, 56), (84, 56), (56, 56)]
     await chat(rig, *(part(data_url(*size)) for size in sizes))

@@ -495,6 +495,21 @@ async def test_tools_and_earlier_parts_of_other_servers_are_ignored_and_named(ro
             assert counts[0] == counts[1] > counts[2] == counts[3]
 
 
+async def test_a_tool_and_a_choice_without_a_type_are_functions() -> None:
+    untyped = {"function": NOW["function"]}
+    async with with_tools(CALLS) as rig:
+        for tool, choice in (
+            (NOW, {"type": "function", **untyped}),
+            (untyped, untyped),
+            ({**untyped, "type": None}, {**untyped, "type": None}),
+        ):
+            answer = await rig.chat(tools=[tool], tool_choice=choice)
+            assert answer.status_code == 200, answer.text
+
+        typed, *others = [queue.prompt for queue in rig.client.queues]
+        assert others == [typed, typed]
+
+
 @pytest.mark.parametrize(
     ("fields", "config", "param", "word"),
     [
@@ -536,6 +551,7 @@ async def test_tools_and_earlier_parts_of_other_servers_are_ignored_and_named(ro
         ),
         ({"tools": [UNHELD]}, {"tool_call_parser": "qwen3_coder"}, "tools", "strict"),
         ({"tools": [5]}, {}, "tools", "tools[0]"),
+        ({"tools": [{**NOW, "type": 5}]}, {}, "tools", "tools[0]"),
         ({"tools": [{"name": "f"}]}, {}, "tools", "tools[0]"),
         (
             {"tools": [{"type": "web_search"}], "tool_choice": "required"},

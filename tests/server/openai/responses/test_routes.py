@@ -495,6 +495,7 @@ async def test_tools_and_items_of_other_servers_are_ignored_and_named() -> None:
                     {"type": "compaction", "encrypted_content": "x"},
                     {"role": "assistant", "content": [{"type": "output_audio", "data": "x"}]},
                 ],
+                "context_management": [{"type": "compaction", "compact_threshold": 9}],
                 "tools": [
                     WEATHER,
                     {"type": "web_search", "external_web_access": False},
@@ -510,6 +511,7 @@ async def test_tools_and_items_of_other_servers_are_ignored_and_named() -> None:
             "tools[1]:web_search",
             "tools[2]:custom",
             "tools[3].tools[1]:custom",
+            "context_management[0]:compaction",
             "input[1]:web_search_call",
             "input[2]:compaction",
             "input[3].content[0]:output_audio",

@@ -12,6 +12,7 @@ from parsing import good_calls, parser_of, read_every_way
 from server.parsers.stream.text_stream import MAX_LOOKAHEAD, MAX_REREAD_CHARACTERS
 
 D = "\uff5cDSML\uff5c"
+M3 = "]<]minimax[>["
 TOOLS: Any = {
     "h": {
         "properties": {
@@ -134,6 +135,46 @@ CASES: list[tuple[str, str, str, list[Any]]] = [
     ("lfm2", "<|tool_call_start|>[h(s='abc'], g()]<|tool_call_end|>", ", g()]", "abc"),
     ("gemma4", '<|tool_call>call:h{s:<|"|>abc<|"|><tool_call|>', "", "abc"),
     ("gemma4", '<|tool_call>call:h{s:abc<|"|>,n:5}<tool_call|>', "", [("h", ABC)]),
+    # JSON in the tags of a format without JSON.
+    ("qwen3_coder", coder('{"s": "abc", "n": 5}'), "", [("h", ABC)]),
+    ("qwen3_coder", coder('{"name": "h", "arguments": {"s": "abc"}}'), "", "abc"),
+    ("qwen3_coder", coder('{"s": "</function>"} ok'), "ok", {"s": "</function>"}),
+    ("qwen3_coder", '<function=h>{"s": "abc"</function>', "", "abc"),
+    ("qwen3_coder", '<tool_call><function=h>{"s": "abc"}</tool_call>', "", "abc"),
+    ("qwen3_coder", "<tool_call><function=g>{}</function></tool_call>", "", [G]),
+    ("qwen3_coder", f"<tool_call>[{JSON_F}, {JSON_F}]</tool_call>", "", [OSLO, OSLO]),
+    ("seed_oss", '<seed:tool_call><function=h>{"s": "abc"}</function>', "", "abc"),
+    ("glm45", '<tool_call>h\n{"s": "abc"}\n</tool_call>', "", "abc"),
+    ("glm45", '<tool_call>h{"s": "abc"}</tool_call>', "", "abc"),
+    (
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="h">{"s": "abc"}</invoke></minimax:tool_call>',
+        "",
+        "abc",
+    ),
+    (
+        "minimax_m3",
+        f'{M3}<tool_call>\n{M3}<invoke name="h">{{"s": "abc"}}{M3}</invoke>\n{M3}</tool_call>',
+        "",
+        "abc",
+    ),
+    ("minimax_m3", f"{M3}<tool_call>{JSON_F}{M3}</tool_call>", "", [OSLO]),
+    ("deepseek_v32", f'<{D}invoke name="h">{{"s": "abc"}}</{D}invoke>', "", "abc"),
+    ("minicpm5", '<function name="h">{"s": "abc"}</function>', "", "abc"),
+    (
+        "kimi_k3",
+        '<|open|>tools<|sep|><|open|>call tool="h" index="1"<|sep|>{"s": "abc"}'
+        "<|close|>call<|sep|><|close|>tools<|sep|>",
+        "",
+        "abc",
+    ),
+    (
+        "hunyuan",
+        '<tool_calls><tool_call>h<tool_sep>{"s": "abc"}</tool_call></tool_calls>',
+        "",
+        "abc",
+    ),
+    ("step3", '<steptml:invoke name="h">{"s": "abc"}</steptml:invoke>', "", "abc"),
     # Tags in a value are part of the value.
     ("qwen3_coder", coder("<parameter=s>a</function> b</parameter>"), "", {"s": "a</function> b"}),
     (
