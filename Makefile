@@ -45,7 +45,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	echo "Installing gaudiserve and its dependencies into $(VENV); the first time takes some minutes"; \
 	torch=$$($(COUNTED) 'Choosing a build of torch' $(BIN)/python $(TORCH_CHOICE)) && $(PIP) $$torch --editable '.[cpu,dev]'
 	@# Where a compiler is there, the first start has nothing left to compile.
-	@$(COUNTED) 'Preparing kernels for this CPU' $(BIN)/python -m hpu.native.library
+	@$(COUNTED) 'Preparing kernels for this CPU, once, usually 1 to 3 minutes' $(BIN)/python -m hpu.native.library
 	@touch $@
 
 install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keeps the vendor's torch

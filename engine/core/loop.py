@@ -18,6 +18,7 @@ from config.errors import (
     ConfigError,
     EngineDied,
     Overloaded,
+    ProfileWritten,
     RequestFailed,
     UserError,
 )
@@ -493,6 +494,7 @@ def describe_failure(error: Exception, engine: int = 0) -> Failed:
         is_setting,
         may_follow=not (is_config or is_end_of_process),
         is_external=isinstance(error, EngineDied) and error.is_external,
+        is_profile=isinstance(error, ProfileWritten),
     )
 
 

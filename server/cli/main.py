@@ -18,6 +18,7 @@ from config.errors import (
     CommandFailed,
     ConfigError,
     EngineDied,
+    ProfileWritten,
     checkpoint_errors,
 )
 from config.loading.env import disable_autoload, environment
@@ -89,6 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CheckpointError, CommandFailed, EngineDied) as error:
         print(f"gaudiserve: {error}", file=sys.stderr)
         return 1
+    except ProfileWritten as end:
+        print(f"gaudiserve: {end}", file=sys.stderr)
+        return 0
     except ConfigError as error:
         print(f"gaudiserve: {error}", file=sys.stderr)
         return 2

@@ -21,7 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, EngineDied
+from config.errors import ConfigError, EngineDied, counted
 from config.fair_threads import FairThreads
 from config.log import LimitedWarning
 from config.malloc import map_large_blocks, trim_memory
@@ -610,6 +610,8 @@ class ApiServer:
             logger.error("the server stops, because the engine ended: %s", last.failure)
         await asyncio.sleep(UNHEALTHY_S)
         await self._wait_for_requests(RESPONSE_GRACE_S)
+        if self._client.has_profile:
+            return 0
         return WRONG_SETTING if self._client.is_misconfigured else FAILED
 
     async def _drain(self) -> int:
@@ -617,9 +619,8 @@ class ApiServer:
         timeout_s = self.state.config.shutdown_timeout_s
         num_requests = len(self.state.active_requests)
         logger.info(
-            "stopping: %d request%s may finish within %g s%s",
-            num_requests,
-            "" if num_requests == 1 else "s",
+            "stopping: %s may finish within %g s%s",
+            counted(num_requests, "request"),
             timeout_s,
             SECOND_INTERRUPT if self._is_interrupt else "",
         )
