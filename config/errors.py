@@ -26,8 +26,8 @@ class GaudiserveError(Exception):
 
 
 class UserError(GaudiserveError):
-    """The request is wrong. `param`: the top-level field; `code`: an error code that clients
-    check."""
+    """The request is wrong. `param`: the top-level field, or a path in messages or input; `code`:
+    an error code that clients check."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -192,6 +192,12 @@ def value_text(value: object) -> str:
     if isinstance(value, Mapping):
         return "an object" if value else "an empty object"
     return f"{value!r:.{MAX_SHOWN_CHARACTERS}}"
+
+
+def error_at_path(message: str) -> UserError:
+    """The error with a message that begins with the path of what is wrong in the body, such as
+    messages[0].role, which is its `param`."""
+    return UserError(message, param=message.partition(" ")[0])
 
 
 def wrong_field(parent: Mapping[str, object], field: str, where: str, wanted: str) -> str:
