@@ -434,11 +434,13 @@ def _check_limits(adapter: Adapter, max_rank: int, extra_targets: tuple[str, ...
     """Raise ConfigError for an adapter that exceeds the server's limits."""
     if adapter.rank > max_rank:
         raise SettingError(
-            f"{adapter.config_file} has rank {adapter.rank}, --max-lora-rank is {max_rank}"
+            f"{adapter.config_file} has rank {adapter.rank}, --max-lora-rank is {max_rank}: set "
+            f"--max-lora-rank {adapter.rank}"
         )
     for kind in adapter.extra_targets:
         if kind not in extra_targets:
             reserved = ", ".join(extra_targets) or "none"
             raise SettingError(
-                f"{adapter.file} has weights for the {kind}, --lora-extra-targets is {reserved}"
+                f"{adapter.file} has weights for the {kind}, --lora-extra-targets is {reserved}: "
+                f"add {kind} to it"
             )

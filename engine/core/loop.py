@@ -21,6 +21,7 @@ from config.errors import (
     ProfileWritten,
     RequestFailed,
     UserError,
+    counted,
 )
 from config.lora.info import LoRAInfo
 from config.malloc import trim_memory
@@ -261,7 +262,7 @@ class EngineLoop:
                 register = Control(control.call, REGISTER_ADAPTER, {"info": future.result()})
                 self._inbox.put((front_end, register, [], None))
                 return
-            refusal: Exception = UserError(str(error))
+            refusal: Exception = UserError(str(error), param="lora_path")
             if not isinstance(error, ConfigError):
                 logger.error("an adapter cannot be read", exc_info=error)
                 refusal = RequestFailed("the adapter cannot be read")
@@ -452,7 +453,8 @@ class EngineLoop:
         count = core.remove_front_end(front_end)
         # A drained API server leaves no requests: a regular stop.
         level = logging.WARNING if count else logging.DEBUG
-        logger.log(level, "API server %d has gone: %d requests of it are aborted", front_end, count)
+        end = f"{counted(count, 'request')} of it {'is' if count == 1 else 'are'} aborted"
+        logger.log(level, "API server %d has gone: %s", front_end, end)
 
     def _emit_adapters(self, core: EngineCore) -> None:
         """Send the served adapters to all front ends if they have changed."""

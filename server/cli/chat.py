@@ -24,7 +24,7 @@ from server.cli.selftest import served
 DESCRIPTION = """\
 Chat with a model in the terminal: with MODEL, which is served here until you leave, or with that of
 a running server. Ctrl-C stops an answer, Ctrl-D leaves; /clear forgets the conversation, /system
-TEXT begins a new one with that system prompt.
+TEXT begins a new one with that system prompt, /help lists the commands.
 """
 PATH = "/v1/chat/completions"
 TOKENIZE_PATH = "/tokenize"
@@ -32,8 +32,9 @@ MAX_TOKENS = 1024
 """Default token limit of an answer: a small model may repeat itself forever."""
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 LEAVE = ("/exit", "/quit")
-NAMES_OF_COMMANDS = ("/clear", "/system", *LEAVE)
-COMMANDS = ", ".join(("/clear", "/system TEXT", *LEAVE))
+HELP = "/help"
+NAMES_OF_COMMANDS = ("/clear", "/system", HELP, *LEAVE)
+COMMANDS = ", ".join(("/clear", "/system TEXT", HELP, *LEAVE))
 COMMAND = re.compile(r"/[a-z]+")
 """The first word of a command. A message may begin with a path."""
 CLEAR_LINE = "\r\x1b[K"
@@ -124,7 +125,7 @@ class _Terminal:
         with contextlib.suppress(ImportError):
             # Line editing and history for input().
             __import__("readline")
-        print(f"{self._model}: Ctrl-C stops an answer, Ctrl-D leaves, /clear, /system TEXT")
+        print(f"{self._model}: Ctrl-C stops an answer, Ctrl-D leaves, /help")
         while self._turn():
             pass
         return 0
@@ -147,6 +148,8 @@ class _Terminal:
             self._begin(rest)
             state = "the system prompt is new" if rest else "there is no system prompt"
             print(f"The conversation is forgotten; {state}.")
+        elif text == HELP:
+            print(f"Commands: {COMMANDS}. Ctrl-C stops an answer, Ctrl-D leaves.")
         elif refusal := unknown_command(text):
             print(refusal)
         elif text and command not in LEAVE:

@@ -152,10 +152,15 @@ def check_early(engine: EngineConfig, server: ServerConfig) -> None:
 
 def log_spellings(loaded: Loaded) -> None:
     """Log how vLLM's spellings were translated, and which vLLM flags have no effect."""
-    for note in loaded.notes:
-        logger.warning("%s", note)
+    log_notes(loaded)
     if loaded.without_effect:
         logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
+
+
+def log_notes(loaded: Loaded) -> None:
+    """Log how vLLM's spellings were translated. Without a log setup, the lines go to stderr."""
+    for note in loaded.notes:
+        logger.warning("%s", note)
 
 
 def _with_reasons(reasons: Mapping[str, str]) -> str:
@@ -170,6 +175,7 @@ def _config(argv: list[str]) -> int:
     from config.checkpoint.demo import NAMES
 
     loaded = load(argv, default_model=NAMES[0], parser=parser)
+    log_notes(loaded)
     print((_as_json if loaded.arguments.json else _as_table)(loaded.shown()))
     return 0
 

@@ -10,6 +10,7 @@ from config.loading.sources import load
 from config.setting import is_count
 from engine.reports.buckets import SECONDS_PER_GRAPH
 from engine.reports.plan import Target, as_json, as_text, make_plan, with_sizes
+from server.cli.main import log_notes
 
 DEVICES = ("gaudi2", "gaudi3")
 
@@ -24,6 +25,12 @@ def plan_parser() -> Parser:
     group = parser.add_argument_group("This command")
     group.add_argument(
         "--device", choices=DEVICES, default="gaudi3", help="Generation of the cards [gaudi3]"
+    )
+    group.add_argument(
+        "--cards",
+        type=number(int, minimum=1),
+        metavar="N",
+        help="Cards of an engine, as --tensor-parallel-size; `presets` chooses for a whole host",
     )
     group.add_argument(
         "--card-gib",
@@ -50,6 +57,10 @@ def plan_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Print the plan; returns 0 if it fits, else 1. Raises ConfigError."""
     loaded = load(argv, default_model="demo", parser=plan_parser())
+    if (num_cards := loaded.arguments.cards) is not None:
+        words = [*argv, f"--tensor-parallel-size={num_cards}"]
+        loaded = load(words, default_model="demo", parser=plan_parser())
+    log_notes(loaded)
     args, engine = loaded.arguments, loaded.engine
     target = Target(
         device=args.device,

@@ -15,6 +15,7 @@ from config.loading.sources import DEFAULT, Loaded, load
 from engine.reports.doctor import this_machine
 from engine.reports.plan import Target, as_text, with_sizes
 from engine.reports.presets import KEYS, Preset, free_cards, make_preset
+from server.cli.main import log_notes
 from server.cli.plan import DEVICES
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ def presets_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Print the preset. Raises ConfigError if the model does not fit."""
     loaded = load(argv, default_model="demo", parser=presets_parser())
+    log_notes(loaded)
     args = loaded.arguments
     preset = _preset(loaded.engine, args.device, args.cards)
     print(as_yaml(preset, loaded.engine.model, loaded.engine.revision), end="")

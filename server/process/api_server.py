@@ -318,7 +318,12 @@ class ApiServer:
         if others:
             count = len(client.queues)
             self.state.metrics.requests_resumed(client.engine, count)
-            logger.warning("%d requests of engine %d go on in others", count, client.engine)
+            logger.warning(
+                "%s of engine %d %s on in others",
+                counted(count, "request"),
+                client.engine,
+                "goes" if count == 1 else "go",
+            )
 
     def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
         """Count and log the recovery of an engine."""
@@ -326,10 +331,10 @@ class ApiServer:
         metrics.requests_resumed(client.engine, count)
         metrics.engine_restored(client.engine, pause.seconds)
         logger.warning(
-            "%s is back after %.1f s and goes on with %d requests: %s",
+            "%s is back after %.1f s and goes on with %s: %s",
             "the engine" if len(self._client.engines) == 1 else f"engine {client.engine}",
             pause.seconds,
-            count,
+            counted(count, "request"),
             pause.cause.message,
         )
 

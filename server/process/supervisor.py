@@ -118,6 +118,8 @@ def serve(
         directory.close()
         if server_config.uds is not None:
             remove_path(server_config.uds)
+    if code == 0:
+        logger.info("stopped")
     if not has_stopped:
         end_process(code)
     bound_exit(code)

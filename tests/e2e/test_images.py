@@ -347,7 +347,7 @@ def test_a_request_with_an_image_goes_on_behind_a_killed_engine(live: LiveServer
     expected = tokens(kills=False)
 
     assert tokens(kills=True) == expected and len(expected) == 350
-    assert "goes on with 1 requests" in live.text()
+    assert "goes on with 1 request" in live.text()
 
 
 def shared_folder(pid: int) -> Path:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from config.errors import UserError, error_at_path, value_text, wrong_field
+from config.errors import error_at_path, value_text, wrong_field
 from server.http.body_bounds import MAX_MESSAGES, MAX_PARTS
 from server.multimodal.messages import IMAGE
 from server.openai.schema.chat import part_text

@@ -283,7 +283,7 @@ def test_a_port_that_is_taken_is_refused_even_if_it_could_be_shared(free_port: i
         first.listen()
         with pytest.raises(
             Exception,
-            match=rf"cannot listen on 127.0.0.1:{free_port}: .*; name another port by --port",
+            match=rf"cannot listen on 127.0.0.1:{free_port}: .*; take another port: --port {free_port + 1}, or make serve PORT=",
         ):
             bind("127.0.0.1", free_port, shared=True)
     assert ServerConfig().port == 8000
