@@ -21,6 +21,8 @@ EPILOG = (
     "file. A flag wins over a variable, a variable over the file. docs/coming-from-vllm.md lists "
     "vLLM's flags."
 )
+_UNTITLED = ("positional arguments", "options")
+"""argparse's titles of the groups that are no group of settings."""
 METAVARS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -40,6 +42,8 @@ class Parser(argparse.ArgumentParser):
         """Rewrites vLLM's spellings to flags that the parser knows."""
         self.server_groups: list[argparse._ArgumentGroup] = []
         """Groups that `--help` leaves out and `--help-all` shows last."""
+        self.examples: tuple[str, ...] = ()
+        """Command lines that the help shows below the description."""
 
     def format_help(self) -> str:
         return self._help_of(lambda group: group not in self.server_groups)
@@ -67,7 +71,9 @@ class Parser(argparse.ArgumentParser):
                 formatter.add_arguments(found)
                 formatter.end_section()
         if not num_found:
-            titles = ", ".join(str(group.title) for group in self._action_groups)
+            titles = ", ".join(
+                str(group.title) for group in self._action_groups if group.title not in _UNTITLED
+            )
             raise ConfigError(f"no flag of {self.prog} has {word!r} in its name; groups: {titles}")
         return formatter.format_help()
 
@@ -76,7 +82,10 @@ class Parser(argparse.ArgumentParser):
         ordered = sorted(groups, key=lambda group: group in self.server_groups)
         self._action_groups = list(filter(is_shown, ordered))
         try:
-            return super().format_help()
+            usage, description, flags = super().format_help().split("\n\n", 2)
+            lines = "".join(f"\n  {line}" for line in self.examples)
+            examples = [f"examples:{lines}"] if lines else []
+            return "\n\n".join([usage, description, *examples, flags])
         finally:
             self._action_groups = groups
 
@@ -196,23 +205,29 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-def command_parser(prog: str, description: str, *, has_model: bool = True) -> Parser:
+def command_parser(
+    prog: str, description: str, *, has_model: bool = True, no_model: str = "the demo model"
+) -> Parser:
     """A parser for a command that takes its own flags and a server's flags. The caller adds its own
     groups: `--help` shows only them, `--help-all` shows all groups."""
-    parser = server_parser(prog, description, has_model=has_model)
+    parser = server_parser(prog, description, has_model=has_model, no_model=no_model)
     parser.add_argument(
         "--help-all", action=_HelpAll, nargs=0, help="Show the flags of the server as well"
     )
-    own = ("positional arguments", "options")
-    parser.server_groups = [group for group in parser._action_groups if group.title not in own]
+    parser.server_groups = [
+        group for group in parser._action_groups if group.title not in _UNTITLED
+    ]
     parser.epilog = (
         "The flags of `gaudiserve serve` are taken as well: --help-all shows them. " + EPILOG
     )
     return parser
 
 
-def server_parser(prog: str, description: str, *, has_model: bool = True) -> Parser:
-    """A parser of all flags of a server, in groups, with defaults in the help."""
+def server_parser(
+    prog: str, description: str, *, has_model: bool = True, no_model: str = "the demo model"
+) -> Parser:
+    """A parser of all flags of a server, in groups, with defaults in the help. `no_model`: what the
+    command takes if no model is named."""
     parser = Parser(
         prog=prog,
         usage=f"{prog} {'[MODEL] ' if has_model else ''}[flags]",
@@ -226,7 +241,7 @@ def server_parser(prog: str, description: str, *, has_model: bool = True) -> Par
             "model",
             nargs="?",
             metavar="MODEL",
-            help="Model folder, .gguf file or Hugging Face id; none: the demo model",
+            help=f"Model folder, .gguf file or Hugging Face id; none: {no_model}",
         )
     general = parser.add_argument_group("Files")
     for name, help_text in FILE_FLAGS.items():

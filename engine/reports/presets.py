@@ -81,8 +81,8 @@ def make_preset(
         length //= 2
     if not plans:
         raise ConfigError(
-            f"{facts.path} does not fit into {counted(num_cards, f'{target.device} card')}, even with a "
-            f"context of {length} tokens: see `gaudiserve plan`"
+            f"{facts.path} does not fit into {counted(num_cards, f'{target.device} card')}, even "
+            f"with a context of {length} tokens: see `gaudiserve plan`"
         )
     typical = min(TYPICAL_TOKENS, length)
     chosen, _ = next(

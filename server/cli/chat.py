@@ -43,6 +43,11 @@ CLEAR_LINE = "\r\x1b[K"
 def chat_parser() -> Parser:
     """Parser with the flags of `serve` and the flags of the conversation."""
     parser = command_parser("gaudiserve chat", DESCRIPTION)
+    parser.examples = (
+        "gaudiserve chat",
+        "gaudiserve chat /data/model --system-prompt 'Answer in French.'",
+        "gaudiserve chat --url http://localhost:8000 --quick 'Name three fruits.'",
+    )
     add = parser.add_argument_group("Chat").add_argument
     add(
         "--base-url",

@@ -115,11 +115,13 @@ def _command(name: str) -> Callable[[list[str]], int]:
 def _serve(argv: list[str]) -> int:
     from config.checkpoint.demo import NAMES
 
-    loaded = load(
-        argv,
-        default_model=NAMES[0],
-        parser=server_parser("gaudiserve serve", SERVE),
+    parser = server_parser("gaudiserve serve", SERVE)
+    parser.examples = (
+        "gaudiserve serve",
+        "gaudiserve serve /data/model --max-model-len 8K --port 8001",
+        "gaudiserve serve org/name --device hpu --tensor-parallel-size 4 --api-key KEY",
     )
+    loaded = load(argv, default_model=NAMES[0], parser=parser)
     if loaded.engine.executor == EXTERNAL_LAUNCHER:
         raise ConfigError(
             f"--distributed-executor-backend is {EXTERNAL_LAUNCHER}, which is for scripts with LLM "
@@ -218,8 +220,7 @@ def _fetch_demo(argv: list[str]) -> int:
 def _bench(argv: list[str]) -> int:
     if argv[:1] != ["serve"]:
         if argv[:1] in (["-h"], ["--help"]):
-            print("usage: gaudiserve bench serve [flags]; --help after `serve` lists them")
-            return 0
+            return _module("bench.command", argv)
         command = " ".join(("gaudiserve", "bench", *argv[:1]))
         raise ConfigError(f"`{command}` is no command; `gaudiserve bench serve` is")
     return _module("bench.command", argv[1:])

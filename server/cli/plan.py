@@ -21,6 +21,11 @@ def plan_parser() -> Parser:
         "gaudiserve plan",
         "Estimate a model's memory on Gaudi cards from its config.json. Needs no card.",
     )
+    parser.examples = (
+        "gaudiserve plan demo",
+        "gaudiserve plan /data/model --cards 4 --max-model-len 32K",
+        "gaudiserve plan org/name --device gaudi2 --json",
+    )
     parser.conflict_handler = "resolve"
     group = parser.add_argument_group("This command")
     group.add_argument(

@@ -281,9 +281,11 @@ async def test_health_answers_while_millions_of_tokens_are_detokenized() -> None
 def test_a_port_that_is_taken_is_refused_even_if_it_could_be_shared(free_port: int) -> None:
     with bind("127.0.0.1", free_port, shared=True) as first:
         first.listen()
+        other = free_port + 1
         with pytest.raises(
             Exception,
-            match=rf"cannot listen on 127.0.0.1:{free_port}: .*; take another port: --port {free_port + 1}, or make serve PORT=",
+            match=rf"cannot listen on 127.0.0.1:{free_port}: .*; take another port: "
+            f"--port {other}, or make serve PORT={other}",
         ):
             bind("127.0.0.1", free_port, shared=True)
     assert ServerConfig().port == 8000
