@@ -45,7 +45,7 @@ def _add_profile(router: APIRouter, state: AppState) -> None:
     @router.post(
         "/stop_profile",
         operation_id="stop_profile",
-        summary="Stop the trace; returns its file",
+        summary="End the trace; returns its file",
         responses=ANSWERS,
     )
     async def stop_profile() -> Response:

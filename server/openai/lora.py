@@ -70,7 +70,7 @@ def lora_routes(state: AppState) -> APIRouter:
 
     @router.post(
         "/v1/unload_lora_adapter",
-        summary="Serve an adapter no longer; requests that use it end as usual",
+        summary="Stop serving an adapter; requests that use it end as usual",
         openapi_extra=takes("UnloadAdapterBody"),
     )
     async def unload_lora_adapter(request: Request) -> Response:
