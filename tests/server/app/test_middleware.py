@@ -173,7 +173,7 @@ async def test_the_line_of_a_refused_request_says_why_without_its_values(
         fields = [vars(record)["fields"] for record in caplog.records]
     wrong, unknown, ignored, route = (line.partition(" ")[2] for line in lines)
     assert wrong == "error=\"temperature is '...', it must be a number\" param=temperature"
-    assert unknown.startswith("error=\"The model 'llama' does not exist")
+    assert unknown.startswith('error="The model `llama` does not exist')
     assert ignored == 'ignored="seeed"'
     assert route.startswith('error="There is no route /v2/models.')
     assert fields[0]["param"] == "temperature" and "private" not in str(fields[0])
