@@ -82,12 +82,13 @@ def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
                 f"{model} has no {' and no '.join(missing)}, but {gguf[0]}: give the path of one "
                 "GGUF file"
             )
-    remedy = f"download {missing[0]} too"
+    problem = f"{model} has no {' and no '.join(missing)}"
     if len(missing) == len(_NEEDED):
-        remedy = f"a model is a folder with {' and '.join(_NEEDED)}, a .gguf file or a hub id"
-    elif missing == [_NEEDED[1]]:
-        remedy = f"download the weights ({_NEEDED[1]}) too"
-    return ConfigError(f"{model} has no {' and no '.join(missing)}: {remedy}")
+        problem += f": a model is a folder with {' and '.join(_NEEDED)}, a .gguf file or a hub id"
+    elif Path(model).is_dir():
+        what = _NEEDED[0] if missing[0] == _NEEDED[0] else f"the weights ({_NEEDED[1]})"
+        problem += f": download {what} too"
+    return ConfigError(problem)
 
 
 def _conversion(model: str, config: Path) -> str:
