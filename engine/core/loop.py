@@ -262,7 +262,7 @@ class EngineLoop:
                 register = Control(control.call, REGISTER_ADAPTER, {"info": future.result()})
                 self._inbox.put((front_end, register, [], None))
                 return
-            refusal: Exception = UserError(str(error), param="lora_path")
+            refusal: Exception = UserError(str(error))
             if not isinstance(error, ConfigError):
                 logger.error("an adapter cannot be read", exc_info=error)
                 refusal = RequestFailed("the adapter cannot be read")
