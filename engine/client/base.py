@@ -363,7 +363,7 @@ class SingleEngineClient:
         """Wait for the end of the start-up. Raises EngineDied when it fails, ConfigError if an
         invalid setting is the cause, ProfileWritten at the end of a profile run."""
         await self._settled.wait()
-        if self.failure is not None and self.has_profile:
+        if self.has_profile:
             raise ProfileWritten(self.failure)
         if self.failure is not None and self.is_misconfigured:
             raise ConfigError(self.failure)

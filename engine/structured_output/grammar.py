@@ -407,8 +407,8 @@ _SOURCES: dict[str, Callable[[str, Vocabulary], str]] = {
 def _reason(error: str, *, has_lines: bool = False, has_place: bool = False) -> str:
     """The reason in a matcher's error message. `has_lines`: whether the source is a text whose
     lines its author knows; only then the reason begins with the place of a wrong pattern.
-    `has_place`: whether the source is a pattern as its author wrote it, of which the reason names
-    the character."""
+    `has_place`: whether the source is a pattern as its author wrote it; then the reason names the
+    wrong character."""
     message = _first_part(error)
     if any(words in message for words in UNSPELLABLE):
         return "this model's vocabulary has no token for what the grammar requires next"

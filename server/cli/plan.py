@@ -62,7 +62,7 @@ def plan_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Print the plan; returns 0 if it fits, else 1. Raises ConfigError."""
     loaded = load(argv, default_model="demo", parser=plan_parser())
-    if (num_cards := loaded.arguments.cards) is not None:
+    if num_cards := loaded.arguments.cards:
         words = [*argv, f"--tensor-parallel-size={num_cards}"]
         loaded = load(words, default_model="demo", parser=plan_parser())
     log_notes(loaded)

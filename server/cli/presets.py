@@ -62,7 +62,7 @@ def as_yaml(preset: Preset, model: str, revision: str | None = None) -> str:
         *as_text(preset.plan).splitlines(),
     ]
     comments = "".join(f"# {line}".rstrip() + "\n" for line in lines)
-    revisions = {} if revision is None else {"revision": revision}
+    revisions = {"revision": revision} if revision else {}
     settings = {"model": model, **revisions, "device": "hpu", **preset.settings}
     return comments + yaml.safe_dump(settings, sort_keys=False)
 

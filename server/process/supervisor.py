@@ -113,13 +113,13 @@ def serve(
             with listener:
                 supervisor = Supervisor(engine_config, server_config, directory.path, token)
                 code = supervisor.run(download)
+            if code == 0:
+                logger.info("stopped")
     finally:
         has_stopped = download.close()
         directory.close()
         if server_config.uds is not None:
             remove_path(server_config.uds)
-    if code == 0:
-        logger.info("stopped")
     if not has_stopped:
         end_process(code)
     bound_exit(code)
@@ -227,6 +227,8 @@ def _serve_in_process(
     if end_reason:
         # Whoever started the server finds the reason in the last line.
         print(f"gaudiserve: {end_reason}", file=sys.stderr, flush=True)
+    elif code == 0:
+        logger.info("stopped")
     return code
 
 
