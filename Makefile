@@ -32,7 +32,7 @@ help: ## Show this list
 	@echo "  PORT=$(PORT)  MODEL=folder, .gguf file or hub id  ARGS='more flags'"
 	@echo "  PYTHON=$(PYTHON)  TORCH_INDEX=URL for another build of torch, none for the one that pip finds"
 
-install: $(VENV)/.installed ## Create .venv with everything for the CPU back end and the tests
+install: $(VENV)/.installed-dev ## Create .venv with everything for the CPU back end and the tests
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gaudiserve needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0])'
@@ -43,9 +43,15 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@# A .venv made by install-hpu stays one: the cpu extra would put another torch into it.
 	@if test -f $(VENV)/vendor.txt; then exec $(MAKE) --no-print-directory install-hpu; fi; \
 	echo "Installing gaudiserve and its dependencies into $(VENV); the first time takes some minutes"; \
-	torch=$$($(COUNTED) 'Choosing a build of torch' $(BIN)/python $(TORCH_CHOICE)) && $(PIP) $$torch --editable '.[cpu,dev]'
+	torch=$$($(COUNTED) 'Choosing a build of torch' $(BIN)/python $(TORCH_CHOICE)) && $(PIP) $$torch --editable '.[cpu]'
 	@# Where a compiler is there, the first start has nothing left to compile.
-	@$(COUNTED) 'Preparing kernels for this CPU' $(BIN)/python -m hpu.native.library
+	@$(COUNTED) 'Preparing kernels for this CPU, once, usually 1 to 3 minutes' $(BIN)/python -m hpu.native.library
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@# install-hpu has installed the tests too, within the vendor's versions.
+	@if ! test -f $(VENV)/vendor.txt; then \
+	echo "Installing what the tests need into $(VENV)" && $(PIP) --editable '.[dev]'; fi
 	@touch $@
 
 install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keeps the vendor's torch
@@ -55,7 +61,7 @@ install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keep
 	@$(BIN)/python deploy/vendor_torch.py constraints > $(VENV)/vendor.txt
 	@$(PIP) --constraint $(VENV)/vendor.txt --editable '.[dev]'
 	@$(BIN)/python deploy/vendor_torch.py same $(VENV)/vendor.txt
-	@touch $(VENV)/.installed
+	@touch $(VENV)/.installed $(VENV)/.installed-dev
 
 serve: $(VENV)/.installed ## Serve MODEL (or the demo model, fetched at the first start) on PORT
 	@# Its first line comes after imports, seconds where other work uses the cores.
@@ -68,13 +74,13 @@ test: style ## Lint, types and the default tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \
 	wait $$types && exit $$tests
 
-test-slow: $(VENV)/.installed ## The tests that take minutes
+test-slow: $(VENV)/.installed-dev ## The tests that take minutes
 	@$(BIN)/python -m pytest -q -m slow $(ARGS)
 
-test-overload: $(VENV)/.installed ## Ten thousand requests of one API key beside a few of another, five minutes
+test-overload: $(VENV)/.installed-dev ## Ten thousand requests of one API key beside a few of another, five minutes
 	@$(BIN)/python -m pytest -q -s -m slow tests/e2e/test_flood.py $(ARGS)
 
-test-resume: $(VENV)/.installed ## A hundred kills under streams, with one engine and with two; NUM_KILLS=12 SEED=7 for a part
+test-resume: $(VENV)/.installed-dev ## A hundred kills under streams, with one engine and with two; NUM_KILLS=12 SEED=7 for a part
 	@$(BIN)/python -m pytest -q -s -m slow tests/e2e/test_resume_kills.py $(ARGS)
 
 $(CLIENTS)/.installed: pyproject.toml
@@ -99,20 +105,20 @@ $(AIDER)/.installed: $(AGENTS)/aider.txt
 	$(COUNTED) --summarize pip $(AIDER)/bin/python $(PIP_INSTALL) --requirement $<; fi
 	@touch $@
 
-test-clients: $(VENV)/.installed $(CLIENTS)/.installed $(NODE_CLIENT)/node_modules $(AGENTS)/node_modules $(AIDER)/.installed ## Other makers' clients and coding agents against a server on this machine
+test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed $(NODE_CLIENT)/node_modules $(AGENTS)/node_modules $(AIDER)/.installed ## Other makers' clients and coding agents against a server on this machine
 	@# With the SDK that is newest here, too: others may hold an older one in their environment.
 	@$(BIN)/python -m pytest -q -m clients tests/clients/test_openai_python.py
 	@$(CLIENTS)/bin/python -m pytest -q -m clients -W default --server-python=$(BIN)/python tests/clients $(ARGS)
 
-test-cuda: $(VENV)/.installed ## With an NVIDIA GPU: the tests that need one
+test-cuda: $(VENV)/.installed-dev ## With an NVIDIA GPU: the tests that need one
 	@$(BIN)/python -c 'import sys, torch; from hpu.backends.cuda import missing_cuda as missing; sys.exit(missing(torch.__version__, torch.version.cuda, torch.cuda.is_available()))'
 	@$(BIN)/python -m pytest -q -m cuda tests/cuda $(ARGS)
 
-test-hpu: $(VENV)/.installed ## On a Gaudi machine: the self-test, then parity, traffic and API on a card; DEVICE=hpu-emulator without a card
+test-hpu: $(VENV)/.installed-dev ## On a Gaudi machine: the self-test, then parity, traffic and API on a card; DEVICE=hpu-emulator without a card
 	@$(BIN)/gaudiserve selftest --device $(DEVICE); selftest=$$?; test $$selftest -le 1 || exit $$selftest; \
 	$(BIN)/python -m pytest -q -m $(if $(filter hpu,$(DEVICE)),hpu,slow) tests/hpu/card $(ARGS) && exit $$selftest
 
-$(VENV)/.deploy: $(VENV)/.installed
+$(VENV)/.deploy: $(VENV)/.installed-dev
 	@$(PIP) --editable '.[deploy]' && touch $@
 
 test-deploy: $(VENV)/.deploy ## Manifests, dashboards and images with kubectl (1.21 or newer), Prometheus and clean environments
@@ -120,7 +126,7 @@ test-deploy: $(VENV)/.deploy ## Manifests, dashboards and images with kubectl (1
 	{ echo "no $$tool: install kubernetes-client and prometheus of your system"; exit 1; }; done
 	@$(BIN)/python -m pytest -q -m deploy tests/deploy tests/e2e/test_pod_lifecycle.py $(ARGS)
 
-$(VENV)/.docs: $(VENV)/.installed
+$(VENV)/.docs: $(VENV)/.installed-dev
 	@$(PIP) --editable '.[docs]' && touch $@
 
 test-docs: $(VENV)/.docs ## The site of docs/ without a broken link, and its examples as written, some minutes
@@ -130,17 +136,17 @@ test-docs: $(VENV)/.docs ## The site of docs/ without a broken link, and its exa
 reference: $(VENV)/.installed ## Write the generated tables of docs/ again, after a change of flags, routes or kinds
 	@for tables in config.loading server.app; do $(BIN)/python -m $$tables.reference; done
 
-test-kernels: $(VENV)/.installed ## The compiled kernels under the compiler's sanitizers of addresses and of undefined behaviour
+test-kernels: $(VENV)/.installed-dev ## The compiled kernels under the compiler's sanitizers of addresses and of undefined behaviour
 	@ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	KERNEL_FLAGS="-O2 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=alignment" \
 	$(BIN)/python -m pytest -q -s -p no:cacheprovider --timeout 1200 \
 	tests/hpu/native/test_native.py tests/hpu/quantization/test_quantized.py $(ARGS)
 
-test-fuzz: $(VENV)/.installed ## Hostile requests for ten minutes; ARGS='--fuzz-seconds 60 --fuzz-seed 7' for others
+test-fuzz: $(VENV)/.installed-dev ## Hostile requests for ten minutes; ARGS='--fuzz-seconds 60 --fuzz-seed 7' for others
 	@$(BIN)/python -m pytest -q -s -m fuzz tests/fuzz $(ARGS)
 
-$(VENV)/.page: $(VENV)/.installed
+$(VENV)/.page: $(VENV)/.installed-dev
 	@$(PIP) --editable '.[page]' && touch $@
 
 $(PAGE_TESTS)/node_modules: $(PAGE_TESTS)/package-lock.json
@@ -157,7 +163,7 @@ page-pictures: $(VENV)/.page ## Make the pictures of docs/page.md again, with Ch
 page-libraries: ## Fetch the page's libraries from npm again, as server/page/vendor/packages.json names them
 	@$(PYTHON) deploy/page_libraries.py
 
-test-parallel: $(VENV)/.installed ## Tensor, expert and data parallelism against one process, a quarter of an hour
+test-parallel: $(VENV)/.installed-dev ## Tensor, expert and data parallelism against one process, a quarter of an hour
 	@$(BIN)/python -m pytest -q -m parallel tests/parallel $(ARGS)
 
 $(QUANTIZERS)/.installed: pyproject.toml
@@ -173,11 +179,11 @@ test-quantizers: $(QUANTIZERS)/.installed ## Checkpoints that other makers' tool
 lint: style ## Check format, style and types
 	@$(BIN)/mypy --no-error-summary
 
-style: $(VENV)/.installed ## Check format and style
+style: $(VENV)/.installed-dev ## Check format and style
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 
-format: $(VENV)/.installed ## Put the code into the one format
+format: $(VENV)/.installed-dev ## Put the code into the one format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 

@@ -9,6 +9,8 @@
     |-- RequestFailed      this request broke in the engine; 500, others go on
     |-- CommandFailed      a command could not do what it was asked; exit status 1
     `-- ConfigError        a flag, variable, file or checkpoint we cannot run with; at start
+        |-- SettingError       a flag that this model or its files do not allow; exit status 2
+        |-- ProfileWritten     a finished run of --profile-prompt or --profile-decode; status 0
         `-- CheckpointError    the model that a command was given; exit status 1 instead of 2
 
 Every message has the two numbers, or the value and the range, that disagree.
@@ -24,8 +26,8 @@ class GaudiserveError(Exception):
 
 
 class UserError(GaudiserveError):
-    """The request is wrong. `param`: the top-level field; `code`: an error code that clients
-    check."""
+    """The request is wrong. `param`: the top-level field, or a path in messages or input; `code`:
+    an error code that clients check."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -126,16 +128,27 @@ class ConfigError(GaudiserveError):
     """A setting or checkpoint that cannot be used; the message names what would work."""
 
 
+class SettingError(ConfigError):
+    """A flag that the model does not allow. The message names the flag, which can be changed: the
+    model itself can be served."""
+
+
+class ProfileWritten(ConfigError):
+    """The profile of --profile-prompt or --profile-decode is written, and the start ends. The
+    message has its path."""
+
+
 class CheckpointError(ConfigError):
     """A model that cannot be served; the message names the file and the field."""
 
 
 @contextmanager
 def checkpoint_errors() -> Iterator[None]:
-    """Turn a ConfigError of the block into a CheckpointError: the model is what cannot be used."""
+    """Turn a ConfigError of the block into a CheckpointError: the model is what cannot be used. A
+    SettingError stays."""
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, SettingError):
         raise
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
@@ -152,6 +165,11 @@ def bytes_text(num_bytes: float) -> str:
         if num_bytes >= _SMALLEST_SHARE * size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes:.0f} bytes"
+
+
+def counted(count: int, noun: str) -> str:
+    """`count` with `noun` in the singular or plural: 1 card, 2 cards."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 MAX_SHOWN_CHARACTERS = 40
@@ -174,6 +192,12 @@ def value_text(value: object) -> str:
     if isinstance(value, Mapping):
         return "an object" if value else "an empty object"
     return f"{value!r:.{MAX_SHOWN_CHARACTERS}}"
+
+
+def error_at_path(message: str) -> UserError:
+    """The error with a message that begins with the path of what is wrong in the body, such as
+    messages[0].role, which is its `param`."""
+    return UserError(message, param=message.partition(" ")[0])
 
 
 def wrong_field(parent: Mapping[str, object], field: str, where: str, wanted: str) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from config.errors import ConfigError
+from config.errors import ConfigError, SettingError
 from config.setting import check_settings, setting
 
 DATA = "data"
@@ -82,7 +82,7 @@ class Stage(NamedTuple):
         """Indices of the stage's layers among `num_layers`. Raises ConfigError if a stage would
         have no layers."""
         if self.size > num_layers:
-            raise ConfigError(
+            raise SettingError(
                 f"the model has {num_layers} layers, and {self.size} stages "
                 "(--pipeline-parallel-size) need one each"
             )

@@ -11,7 +11,7 @@ from config.checkpoint.operations import check_operations
 from config.checkpoint.shapes import check_weights
 from config.checkpoint.tied_head import check_tied_head
 from config.engine import AT_LOAD, DUMMY, EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, SettingError
 from config.loading.env import is_installed
 from config.model.architectures import decoder_spec, is_native
 from config.model.context_length import (
@@ -135,12 +135,12 @@ def chosen_quantization(requested: str | None, facts: ModelConfig) -> str | None
         return own
     file = facts.fields.file
     if own is not None:
-        raise ConfigError(
+        raise SettingError(
             f"quantization is {requested}, and {file} says that the weights are quantized by "
             f"{own}: leave --quantization out"
         )
     if requested in QUANTIZATION_FORMATS.all:
-        raise ConfigError(
+        raise SettingError(
             f"quantization is {requested}, and {file} has no quantization_config: the weights are "
             "not quantized; leave --quantization out"
         )
@@ -154,18 +154,18 @@ def _check_compressor(config: EngineConfig, facts: ModelConfig, *, is_built_in: 
             "compressor quantizes no others"
         )
     if config.cache.kv_cache_dtype not in (AUTO, FP8_INC):
-        raise ConfigError(
+        raise SettingError(
             f"quantization is {INC} and --kv-cache-dtype is {config.cache.kv_cache_dtype}: the "
             f"compressor caches in {FP8_INC}"
         )
     if config.cache.calculate_kv_scales:
-        raise ConfigError(
+        raise SettingError(
             f"quantization is {INC} and --calculate-kv-scales is set: the compressor has scales of "
             "its own"
         )
     quant_config = read_quant_config(config.quant_config)
     if quant_config.measures and (config.warmup.mode != "skip" or not config.enforce_eager):
-        raise ConfigError(
+        raise SettingError(
             f"mode in {quant_config.path} is MEASURE: warm-up and captured graphs would be "
             "measured, too; add --skip-warmup and --enforce-eager, or use `gaudiserve calibrate`"
         )
@@ -184,7 +184,7 @@ def _check_block_size(config: EngineConfig, facts: ModelConfig) -> None:
         return
     indexer = indexer_of(facts)
     if indexer and size != indexer.block_size:
-        raise ConfigError(
+        raise SettingError(
             f"--block-size is {size}, and the indexer of {facts.path} chooses blocks of "
             f"{indexer.block_size} keys: leave --block-size out"
         )
@@ -195,7 +195,7 @@ def _check_ranks(config: EngineConfig, facts: ModelConfig, *, is_pooling: bool) 
     built in, whose layers are not known here."""
     parallel, num_engines = config.parallel, config.num_coupled_engines
     if num_engines > 1 and is_pooling:
-        raise ConfigError(
+        raise SettingError(
             f"{facts.path} is served for pooling, and --enable-expert-parallel with "
             f"--data-parallel-size {num_engines} distributes experts over engines that generate: "
             "leave --enable-expert-parallel out"
@@ -236,7 +236,7 @@ def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfi
         longest = min(longest, pooler.max_tokens or longest)
         return longest if budget is None else min(longest, budget)
     if budget is not None and longest > budget:
-        raise ConfigError(
+        raise SettingError(
             f"--max-model-len is {longest} and --max-num-batched-tokens is {budget}: a pooling "
             f"model reads a text in one step, so set --max-num-batched-tokens to {longest} or more"
         )
@@ -260,18 +260,18 @@ def choose_max_model_len(
     if requested <= longest:
         return requested
     if facts.encoder is not None:
-        raise ConfigError(
+        raise SettingError(
             f"--max-model-len is {requested}, the checkpoint has vectors for {longest} positions "
             f"and none for later ones: set --max-model-len to {longest} or less"
         )
     if not allows_longer:
-        raise ConfigError(
+        raise SettingError(
             f"--max-model-len is {requested}, the checkpoint was made for "
             f"{describe_context_length(facts)}: set --max-model-len to {longest} or less, or allow "
             "it with --allow-long-max-model-len"
         )
     if requested > MAX_POSITION:
-        raise ConfigError(f"--max-model-len is {requested}, it must be at most {MAX_POSITION}")
+        raise SettingError(f"--max-model-len is {requested}, it must be at most {MAX_POSITION}")
     return requested
 
 

@@ -23,8 +23,9 @@ WARNING = "WARNING:"
 PIP_STEPS = (
     (re.compile(r"Collecting (\S+)"), "collecting {}"),
     (re.compile(r"Downloading (?:\S*/)?([^\s/]+?)-\d"), "downloading {}"),
-    (re.compile(r"Using cached (?:\S*/)?([^\s/]+?)-\d"), "reading {}"),
-    (re.compile(r"(?:Processing|Obtaining) (\S+)"), "reading {}"),
+    (re.compile(r"Using cached (?:\S*/)?([^\s/]+?)-\d"), "taking {} from the cache"),
+    (re.compile(r"Processing (?:\S*/)?([^\s/]+?)-\d"), "reading {}"),
+    (re.compile(r"Obtaining ()"), "preparing the package of this folder"),
 )
 PIP_INSTALLS = re.compile(r"Installing collected packages: (.*)")
 """Lines of pip that begin a step. Its lines of an uninstall do not: it still installs then."""
@@ -51,6 +52,25 @@ def shorten(line: str, most: int = MAX_CHARACTERS) -> str:
         return line
     words = line[: most - 3]
     return (words.rpartition(" ")[0] or words) + "..."
+
+
+class Installed:
+    """How far pip's installation of `names` is, by the distributions in `environment`, which had
+    `before` of them."""
+
+    def __init__(self, names: list[str], environment: Path, before: int) -> None:
+        self._names = names
+        self._environment = environment
+        self._before = before
+        self._most = 0
+
+    def describe(self) -> str:
+        """The number of installed packages, and the name of the next."""
+        # An upgrade removes a package before it installs the other one.
+        self._most = max(self._most, num_installed(self._environment) - self._before)
+        # pip installs in the order of its line.
+        following = self._names[self._most : self._most + 1]
+        return f", {self._most} done" + "".join(f", now {name}" for name in following)
 
 
 class Counter:
@@ -89,10 +109,10 @@ class Counter:
         """Keep the last step among `lines` of pip for the count. pip says nothing while it installs
         packages into `environment`, so these are counted there."""
         before = num_installed(environment)
-        for line in lines:
-            self.step = pip_step(line.strip()) or self.step
-            if PIP_INSTALLS.match(line.strip()):
-                self.progress = lambda: f", {max(0, num_installed(environment) - before)} done"
+        for line in map(str.strip, lines):
+            self.step = pip_step(line) or self.step
+            if found := PIP_INSTALLS.match(line):
+                self.progress = Installed(found[1].split(", "), environment, before).describe
 
     def clear(self) -> None:
         """Remove the count from a terminal."""

@@ -328,6 +328,8 @@ class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):
     """Whether the failure is a ConfigError, caused by a setting."""
     time: float = 0.0
     """Unix time of the failure: the first failure in a group of workers is the cause."""
+    is_profile: bool = False
+    """Whether the end is a ProfileWritten."""
 
 
 class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):

@@ -134,14 +134,14 @@ def assumptions() -> list[str]:
     """Rows of the assumptions in gaudi.md that the self-test does not check."""
     text = TEXTS["gaudi.md"].partition("## To be confirmed on hardware")[2]
     rows = re.findall(r"^\|.*\|$", text, re.MULTILINE)
-    return [row for row in rows if row not in ("| assumption | if it is wrong |", "|---|---|")]
+    return [row for row in rows if not row.startswith(("| assumption |", "|---|"))]
 
 
 def test_each_assumption_of_gaudi_md_gives_the_reason_why_it_has_no_check() -> None:
     rows = assumptions()
 
     assert len(rows) > 10
-    assert [row for row in rows if not re.search(r"\(no check: [^()]+\) \|$", row)] == []
+    assert [row for row in rows if not re.fullmatch(r"\|( [^|]+ \|){3}", row)] == []
 
 
 def test_an_assumption_with_a_check_is_in_the_table_of_checks_alone() -> None:

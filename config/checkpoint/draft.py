@@ -6,7 +6,7 @@ from dataclasses import replace
 from config.checkpoint.resolve import resolve
 from config.checkpoint.weight_maps.hidden_heads import read_head_sizes
 from config.engine import DUMMY, EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, SettingError
 from config.model.architectures import ARCHITECTURES
 from config.model.context_length import default_context_length, max_context_length
 from config.model.model_config import ModelConfig
@@ -46,7 +46,7 @@ def draft_folder(
 def check_target(method: SpeculationMethod, target: ModelConfig) -> None:
     """Raise ConfigError for a target model that cannot verify drafts."""
     if states_of(target):
-        raise ConfigError(
+        raise SettingError(
             f"--speculative-config names the method {method.method}, and {target.path} has layers "
             "with a state, from which rejected drafts cannot be removed: leave "
             "--speculative-config out"
@@ -95,7 +95,7 @@ def draft_facts(
 def _check_devices(config: EngineConfig, method: SpeculationMethod) -> None:
     num_devices, wanted = config.parallel.tensor_parallel_size, method.draft_tensor_parallel_size
     if wanted not in (None, num_devices):
-        raise ConfigError(
+        raise SettingError(
             f"draft_tensor_parallel_size of --speculative-config is {wanted} and "
             f"--tensor-parallel-size is {num_devices}: the draft model is divided among the same "
             "devices; leave it out"
@@ -128,12 +128,12 @@ def draft_config(
 def _mtp_facts(target: ModelConfig) -> ModelConfig:
     """The target's facts, extended by the layer after its last layer."""
     if not target.num_mtp_layers:
-        raise ConfigError(
+        raise SettingError(
             f"--speculative-config names the method mtp, and {target.path} has no layer for it "
             "(num_nextn_predict_layers)"
         )
     if target.is_quantized:
-        raise ConfigError(
+        raise SettingError(
             f"--speculative-config names the method mtp, and the weights of {target.path} are "
             "quantized: its layer for drafts is served in 16 or 32 bits only"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from config.cache_folder import cache_errors, cache_path, check_own
-from config.errors import ConfigError
+from config.errors import ConfigError, SettingError
 from config.json_text import parse_json
 from config.loading.env import cache_home
 from config.model.json_fields import Json, read_json
@@ -22,11 +22,11 @@ def parse_overrides(text: str) -> Json:
     try:
         value = parse_json(text or "{}")
     except ValueError as error:
-        raise ConfigError(
+        raise SettingError(
             f"--hf-overrides is {text!r}, it must be a JSON object: {error}"
         ) from None
     if not isinstance(value, dict):
-        raise ConfigError(f"--hf-overrides is {text!r}, it must be a JSON object")
+        raise SettingError(f"--hf-overrides is {text!r}, it must be a JSON object")
     return value
 
 
@@ -56,7 +56,7 @@ def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
     try:
         content.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(
+        raise SettingError(
             f"config.json of {folder} with --hf-overrides has half of a surrogate pair at "
             f"character {error.start}, which is no text"
         ) from error
@@ -87,4 +87,4 @@ def _check(folder: Path, source: Path) -> None:
         read_model_config(str(folder), allow_quantized=True)
     except ConfigError as error:
         message = str(error).replace(str(folder), str(source))
-        raise ConfigError(f"with --hf-overrides, {message}") from None
+        raise SettingError(f"with --hf-overrides, {message}") from None

@@ -22,6 +22,8 @@ from config.model.json_fields import read_json, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_NEEDED = ("config.json", "*.safetensors")
+"""Files of a model folder."""
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 MAX_HEADER_BYTES = 32 * 2**20
@@ -64,9 +66,9 @@ def weight_files(folder: Path) -> list[Path]:
 def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
     """The error for a model whose files `names` are no safetensors checkpoint. Its `config`, if
     present, determines the suggested command that converts pickles."""
-    missing = [] if "config.json" in names else ["config.json"]
+    missing = [] if "config.json" in names else [_NEEDED[0]]
     if not any(name.endswith(".safetensors") for name in names):
-        missing.append("*.safetensors")
+        missing.append(_NEEDED[1])
         pickled = [name for name in names if any(fnmatch(name, pattern) for pattern in PICKLED)]
         if pickled:
             return ConfigError(
@@ -80,7 +82,13 @@ def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
                 f"{model} has no {' and no '.join(missing)}, but {gguf[0]}: give the path of one "
                 "GGUF file"
             )
-    return ConfigError(f"{model} has no {' and no '.join(missing)}")
+    problem = f"{model} has no {' and no '.join(missing)}"
+    if len(missing) == len(_NEEDED):
+        problem += f": a model is a folder with {' and '.join(_NEEDED)}, a .gguf file or a hub id"
+    elif Path(model).is_dir():
+        what = _NEEDED[0] if missing[0] == _NEEDED[0] else f"the weights ({_NEEDED[1]})"
+        problem += f": download {what} too"
+    return ConfigError(problem)
 
 
 def _conversion(model: str, config: Path) -> str:
@@ -143,11 +151,11 @@ def read_header(file: Path) -> list[StoredTensor]:
             text = opened.read(begin - _LENGTH_BYTES)
             header = json.loads(text, object_pairs_hook=unique_fields)
     except SafetensorError as error:
-        raise ConfigError(f"{file} is not a whole safetensors file: {error!s:.300}") from error
+        raise _not_whole(file, f"{error!s:.300}") from error
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     except ValueError as error:
-        raise ConfigError(f"{file} is not a whole safetensors file: {error!s:.300}") from error
+        raise _not_whole(file, f"{error!s:.300}") from error
     header.pop("__metadata__", None)
     tensors = (
         StoredTensor(name, entry["dtype"], tuple(entry["shape"]), begin + first, last - first)
@@ -167,6 +175,10 @@ def unique_fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
+def _not_whole(file: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{file} is not a whole safetensors file: {reason}; download it again")
+
+
 def _check_header_size(file: Path) -> int:
     """Offset of the first byte after the header."""
     num_bytes = file.stat().st_size
@@ -174,8 +186,7 @@ def _check_header_size(file: Path) -> int:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
     room = min(max(num_bytes - _LENGTH_BYTES, 0), MAX_HEADER_BYTES)
     if length > room:
-        raise ConfigError(
-            f"{file} is not a whole safetensors file: it says that its header has {length} bytes, "
-            f"at most {room} are there or allowed"
+        raise _not_whole(
+            file, f"it says that its header has {length} bytes, at most {room} are there or allowed"
         )
     return _LENGTH_BYTES + length

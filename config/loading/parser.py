@@ -26,6 +26,8 @@ KindNames = Mapping[str, Callable[[], Sequence[str]]]
 """Flag -> names of the kinds that are choices of the flag, read only when a name is given or
 shown."""
 NO_KINDS: KindNames = MappingProxyType({})
+_UNTITLED = ("positional arguments", "options")
+"""argparse's titles of the groups that are no group of settings."""
 METAVARS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -46,6 +48,8 @@ class Parser(argparse.ArgumentParser):
         self.server_groups: list[argparse._ArgumentGroup] = []
         """Groups that `--help` leaves out and `--help-all` shows last."""
         self.kinds = NO_KINDS
+        self.examples: tuple[str, ...] = ()
+        """Command lines that the help shows below the description."""
 
     def format_help(self) -> str:
         return self._help_of(lambda group: group not in self.server_groups)
@@ -81,7 +85,9 @@ class Parser(argparse.ArgumentParser):
                 formatter.add_arguments(found)
                 formatter.end_section()
         if not num_found:
-            titles = ", ".join(str(group.title) for group in self._action_groups)
+            titles = ", ".join(
+                str(group.title) for group in self._action_groups if group.title not in _UNTITLED
+            )
             raise ConfigError(f"no flag of {self.prog} has {word!r} in its name; groups: {titles}")
         return formatter.format_help()
 
@@ -91,7 +97,10 @@ class Parser(argparse.ArgumentParser):
         ordered = sorted(groups, key=lambda group: group in self.server_groups)
         self._action_groups = list(filter(is_shown, ordered))
         try:
-            return super().format_help()
+            usage, description, flags = super().format_help().split("\n\n", 2)
+            lines = "".join(f"\n  {line}" for line in self.examples)
+            examples = [f"examples:{lines}"] if lines else []
+            return "\n\n".join([usage, description, *examples, flags])
         finally:
             self._action_groups = groups
 
@@ -212,16 +221,22 @@ class _HelpAll(argparse.Action):
 
 
 def command_parser(
-    prog: str, description: str, *, has_model: bool = True, kinds: KindNames = NO_KINDS
+    prog: str,
+    description: str,
+    *,
+    has_model: bool = True,
+    no_model: str = "the demo model",
+    kinds: KindNames = NO_KINDS,
 ) -> Parser:
     """A parser for a command that takes its own flags and a server's flags. The caller adds its own
     groups: `--help` shows only them, `--help-all` shows all groups."""
-    parser = server_parser(prog, description, has_model=has_model, kinds=kinds)
+    parser = server_parser(prog, description, has_model=has_model, no_model=no_model, kinds=kinds)
     parser.add_argument(
         "--help-all", action=_HelpAll, nargs=0, help="Show the flags of the server as well"
     )
-    own = ("positional arguments", "options")
-    parser.server_groups = [group for group in parser._action_groups if group.title not in own]
+    parser.server_groups = [
+        group for group in parser._action_groups if group.title not in _UNTITLED
+    ]
     parser.epilog = (
         "The flags of `gaudiserve serve` are taken as well: --help-all shows them. " + EPILOG
     )
@@ -229,10 +244,15 @@ def command_parser(
 
 
 def server_parser(
-    prog: str, description: str, *, has_model: bool = True, kinds: KindNames = NO_KINDS
+    prog: str,
+    description: str,
+    *,
+    has_model: bool = True,
+    no_model: str = "the demo model",
+    kinds: KindNames = NO_KINDS,
 ) -> Parser:
-    """A parser of all flags of a server, in groups, with defaults in the help. `load` refuses
-    other values of the flags in `kinds`."""
+    """A parser of all flags of a server, in groups, with defaults in the help. `no_model`: what the
+    command takes if no model is named. `load` refuses other values of the flags in `kinds`."""
     parser = Parser(
         prog=prog,
         usage=f"{prog} {'[MODEL] ' if has_model else ''}[flags]",
@@ -246,7 +266,7 @@ def server_parser(
             "model",
             nargs="?",
             metavar="MODEL",
-            help="Model folder, .gguf file or Hugging Face id; none: the demo model",
+            help=f"Model folder, .gguf file or Hugging Face id; none: {no_model}",
         )
     general = parser.add_argument_group("Files")
     for name, help_text in FILE_FLAGS.items():

@@ -137,6 +137,10 @@ def with_sources(message: str, sources: Iterable[str]) -> str:
 def _number(flag: Flag, given: Given) -> int | float:
     whole = flag.kind is int
     expected = "a whole number" if whole else "a number"
+    if whole and flag.setting.maximum is None:
+        expected += " such as 8192 or 8K"
+    if flag.is_optional:
+        expected += ", or auto"
     value = given.value
     if isinstance(value, str):
         match = _NUMBER.match(value.strip())

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from config.checkpoint.safetensors_files import StoredTensor
-from config.errors import ConfigError
+from config.errors import ConfigError, SettingError
 from config.lora.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder, OpenWeights
 from config.lora.base_modules import BaseModule, BaseModules, ExpertStack
 from config.lora.gguf_adapter import MAX_FILE_BYTES, read_gguf_adapter, written
@@ -433,12 +433,14 @@ def _report_targets(config: PeftConfig, found: Iterable[str]) -> None:
 def _check_limits(adapter: Adapter, max_rank: int, extra_targets: tuple[str, ...]) -> None:
     """Raise ConfigError for an adapter that exceeds the server's limits."""
     if adapter.rank > max_rank:
-        raise ConfigError(
-            f"{adapter.config_file} has rank {adapter.rank}, --max-lora-rank is {max_rank}"
+        raise SettingError(
+            f"{adapter.config_file} has rank {adapter.rank}, --max-lora-rank is {max_rank}: set "
+            f"--max-lora-rank {adapter.rank}"
         )
     for kind in adapter.extra_targets:
         if kind not in extra_targets:
             reserved = ", ".join(extra_targets) or "none"
-            raise ConfigError(
-                f"{adapter.file} has weights for the {kind}, --lora-extra-targets is {reserved}"
+            raise SettingError(
+                f"{adapter.file} has weights for the {kind}, --lora-extra-targets is {reserved}: "
+                f"add {kind} to it"
             )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from config.checkpoint.hub import download_files
 from config.checkpoint.model_name import is_hub_id
-from config.errors import ConfigError
+from config.errors import ConfigError, SettingError
 from config.lora.adapter import FILES, check_adapter, read_adapter
 from config.lora.adapter_folder import CONFIG_FILE, AdapterFolder
 from config.lora.base_modules import BaseModules
@@ -33,7 +33,7 @@ def check_adapter_paths(config: LoRAConfig) -> None:
     the hub. Called before any process starts."""
     for adapter in config.adapters:
         if not Path(adapter.path).exists() and not is_hub_id(adapter.path):
-            raise ConfigError(
+            raise SettingError(
                 f"{_flag(adapter)} {adapter.name}={adapter.path}: no such file or folder; "
                 f"an adapter is a folder with {CONFIG_FILE}, a GGUF file or a hub id"
             )
@@ -60,7 +60,7 @@ def naming(adapter: NamedAdapter) -> Iterator[None]:
         yield
     except ConfigError as error:
         path = adapter.label or adapter.path
-        raise ConfigError(f"{_flag(adapter)} {adapter.name}={path}: {error}") from error
+        raise SettingError(f"{_flag(adapter)} {adapter.name}={path}: {error}") from error
 
 
 def configured_adapters(

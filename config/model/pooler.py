@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config.engine import EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, SettingError
 from config.model.family_fields import GENERATOR_ENDINGS
 from config.model.json_fields import MAX_COUNT, Fields, Json, read_json, shown
 from config.model.model_config import ModelConfig
@@ -69,13 +69,13 @@ def choose_pooler(config: EngineConfig, model: ModelConfig) -> PoolerConfig | No
         runner = "generate" if generates and sentence is None else "pooling"
     if runner == "generate":
         if not generates:
-            raise ConfigError(
+            raise SettingError(
                 f"runner is 'generate', and {model.path} is a {architecture}, which gives vectors "
                 "and no tokens: set --runner to auto or pooling"
             )
         return None
     if generates and config.convert == "none":
-        raise ConfigError(
+        raise SettingError(
             f"runner is 'pooling' and convert is 'none', and {model.path} is a {architecture}: "
             "it gives tokens unless it is converted (--convert embed)"
         )
@@ -125,7 +125,9 @@ def _classifier(model: ModelConfig, options: Fields) -> PoolerConfig:
     is_single = len(labels) == 1
     mode = CLS if model.encoder else LAST
     if _mode_option(options) not in (None, mode):
-        raise ConfigError(f"the head of {model.path} was trained on {mode} alone (--pooler-config)")
+        raise SettingError(
+            f"the head of {model.path} was trained on {mode} alone (--pooler-config)"
+        )
     normalizes = _normalize_option(options)
     facts = PoolingFacts(
         tasks=(SCORE, CLASSIFY) if is_single else (CLASSIFY,),
@@ -173,13 +175,13 @@ def _options(text: str) -> Fields:
     try:
         raw: Json = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
+        raise SettingError(
             f"--pooler-config is {text!r}, it must be a JSON object: {error}"
         ) from None
     known = (*_TYPES, *_NORMALIZE, *_TRUNCATIONS)
     strange = sorted(set(raw) - set(known)) if isinstance(raw, Mapping) else ["no object"]
     if strange:
-        raise ConfigError(f"--pooler-config holds {strange[0]}, it may hold {', '.join(known)}")
+        raise SettingError(f"--pooler-config holds {strange[0]}, it may hold {', '.join(known)}")
     return Fields(raw, file)
 
 
@@ -188,7 +190,7 @@ def _mode_option(options: Fields) -> str | None:
     word = next((word.lower() for word in given if word), None)
     mode = {"last": LAST}.get(word or "", word)
     if mode is not None and mode not in MODES:
-        raise ConfigError(
+        raise SettingError(
             f"pooling_type in --pooler-config is {word!r}, it must be LAST or one of "
             f"{', '.join(MODES)}"
         )

@@ -3,7 +3,7 @@ pipeline stages."""
 
 from collections.abc import Iterator
 
-from config.errors import ConfigError
+from config.errors import ConfigError, SettingError
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.decoder_spec import IndexerSpec, MLASpec
 from config.model.model_config import ModelConfig
@@ -35,14 +35,14 @@ def check_split(
                 if all(_divides(size, other, repeats) for other, _, repeats in counts)
             ]
             no_multiple = ", nor is it a multiple of them" if may_repeat else ""
-            raise ConfigError(
+            raise SettingError(
                 f"{config.path} has {count} {what}, and {num_cards} (--tensor-parallel-size) does "
                 f"not divide them{no_multiple}: it works with {', '.join(fitting)}"
             )
     if distributes_experts and config.moe is not None:
         count, num_ranks = config.moe.num_experts, num_cards * num_engines
         if count % num_ranks:
-            raise ConfigError(
+            raise SettingError(
                 f"{config.path} has {count} experts, and {num_ranks} (--data-parallel-size "
                 f"{num_engines} x --tensor-parallel-size {num_cards}) does not divide them: "
                 "set another --data-parallel-size, or leave --enable-expert-parallel out"
@@ -55,12 +55,12 @@ def check_stages(config: ModelConfig, num_stages: int) -> None:
     if num_stages == 1:
         return
     if states_of(config):
-        raise ConfigError(
+        raise SettingError(
             f"{config.path} has layers with a state, which {num_stages} stages "
             "(--pipeline-parallel-size) cannot divide yet: use --tensor-parallel-size"
         )
     if cross_layers_of(config):
-        raise ConfigError(
+        raise SettingError(
             f"{config.path} has layers that read images, which only the first of {num_stages} "
             "stages (--pipeline-parallel-size) would have: use --tensor-parallel-size"
         )

@@ -9,7 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from config.errors import ConfigError, EngineDied, Overloaded, RequestFailed, UserError
+from config.errors import (
+    ConfigError,
+    EngineDied,
+    Overloaded,
+    ProfileWritten,
+    RequestFailed,
+    UserError,
+)
 from config.lora.info import LoRAInfo
 from engine.client.output_queue import OutputRouter, RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
@@ -67,6 +74,8 @@ class Failure(NamedTuple):
     is_external: bool | None = False
     """The cause lies outside of the engine's computation, for example a kill by another process;
     None: not known yet."""
+    is_profile: bool = False
+    """The engine has written the profile that it was started for (ProfileWritten)."""
 
 
 class Pause(NamedTuple):
@@ -113,6 +122,10 @@ class EngineClient(Protocol):
     @property
     def is_misconfigured(self) -> bool:
         """Whether an engine failed with a ConfigError."""
+
+    @property
+    def has_profile(self) -> bool:
+        """Whether an engine has ended with a ProfileWritten."""
 
     @property
     def is_failure_logged(self) -> bool:
@@ -176,6 +189,7 @@ class SingleEngineClient:
         self.failure: str | None = None
         """Why the engine has ended for good; None while it runs or is being restarted."""
         self.is_misconfigured = False
+        self.has_profile = False
         """Whether the engine failed with a ConfigError."""
         self.is_failure_logged = False
         """Whether the engine reported the failure itself; it has logged it, too."""
@@ -347,8 +361,10 @@ class SingleEngineClient:
 
     async def wait_ready(self) -> Ready:
         """Wait for the end of the start-up. Raises EngineDied when it fails, ConfigError if an
-        invalid setting is the cause."""
+        invalid setting is the cause, ProfileWritten at the end of a profile run."""
         await self._settled.wait()
+        if self.has_profile:
+            raise ProfileWritten(self.failure)
         if self.failure is not None and self.is_misconfigured:
             raise ConfigError(self.failure)
         if self.failure is not None or self.ready is None:
@@ -369,6 +385,7 @@ class SingleEngineClient:
         self._cancel_crash_timer()
         if self.failure is None:
             self.failure, self.is_misconfigured = failure.message, failure.is_config
+            self.has_profile = failure.is_profile
             self.is_failure_logged = failure.is_logged
             self._router.fail(failure.message)
             self._settled.set()
@@ -517,6 +534,7 @@ class SingleEngineClient:
                 is_logged=True,
                 may_follow=message.may_follow,
                 is_external=message.is_external,
+                is_profile=message.is_profile,
             )
             (self._fail if message.is_stopped else self._lose)(failure)
         elif isinstance(message, PromptBlocks) and self._on_prompt is not None:

@@ -19,6 +19,7 @@ from config.loading.env import (
 from config.log import DEFAULT, LogConfig
 from engine.core.engine_process import (
     CONFIG_ERROR_EXIT,
+    PROFILE_EXIT,
     EngineOrders,
     front_end_endpoint,
     ready_mark,
@@ -36,6 +37,7 @@ from engine.transport.channels import SocketDirectory, new_token
 from hpu.host import usable_cores
 
 __all__ = [
+    "PROFILE_EXIT",
     "ChildProcess",
     "EngineProcesses",
     "ProcessEnd",

@@ -243,6 +243,10 @@ class RouterClient:
         return any(engine.is_misconfigured for engine in self._engines)
 
     @property
+    def has_profile(self) -> bool:
+        return any(engine.has_profile for engine in self._engines)
+
+    @property
     def is_failure_logged(self) -> bool:
         return any(engine.is_failure_logged for engine in self._engines)
 

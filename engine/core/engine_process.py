@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 CONFIG_ERROR_EXIT = 2
 """Exit code after a ConfigError."""
+PROFILE_EXIT = 5
+"""Exit code after a ProfileWritten."""
 
 MAX_PORT = 65535
 
@@ -194,9 +196,12 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
         except Exception as error:
             failed = describe_failure(error, orders.engine)
             code = CONFIG_ERROR_EXIT if failed.is_config else 1
+            if failed.is_profile:
+                code = PROFILE_EXIT
             is_told = isinstance(error, EngineDied) and error.is_logged
             if isinstance(error, (ConfigError, EngineDied)) and not is_told:
-                logger.error("%s", failed.message)
+                level = logging.INFO if failed.is_profile else logging.ERROR
+                logger.log(level, "%s", failed.message)
         finally:
             ignore_stop_signal()
     except Terminated:

@@ -18,8 +18,10 @@ from config.errors import (
     ConfigError,
     EngineDied,
     Overloaded,
+    ProfileWritten,
     RequestFailed,
     UserError,
+    counted,
 )
 from config.lora.info import LoRAInfo
 from config.malloc import trim_memory
@@ -451,7 +453,8 @@ class EngineLoop:
         count = core.remove_front_end(front_end)
         # A drained API server leaves no requests: a regular stop.
         level = logging.WARNING if count else logging.DEBUG
-        logger.log(level, "API server %d has gone: %d requests of it are aborted", front_end, count)
+        end = f"{counted(count, 'request')} of it {'is' if count == 1 else 'are'} aborted"
+        logger.log(level, "API server %d has gone: %s", front_end, end)
 
     def _emit_adapters(self, core: EngineCore) -> None:
         """Send the served adapters to all front ends if they have changed."""
@@ -493,6 +496,7 @@ def describe_failure(error: Exception, engine: int = 0) -> Failed:
         is_setting,
         may_follow=not (is_config or is_end_of_process),
         is_external=isinstance(error, EngineDied) and error.is_external,
+        is_profile=isinstance(error, ProfileWritten),
     )
 
 

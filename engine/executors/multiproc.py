@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, EngineDied, RequestFailed, UserError
+from config.errors import ConfigError, EngineDied, ProfileWritten, RequestFailed, UserError
 from config.log import applied as applied_log
 from engine.executors.base import Executor
 from engine.executors.worker_launcher import WorkerLauncher
@@ -403,6 +403,8 @@ def _death(end: ProcessEnd) -> EngineDied:
 
 
 def _failure(message: WorkerFailed) -> ConfigError | EngineDied:
+    if message.is_profile:
+        return ProfileWritten(message.message)
     if message.is_config:
         return ConfigError(message.message)
     error = EngineDied(message.message)

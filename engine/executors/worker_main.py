@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from config.engine import EngineConfig
-from config.errors import CheckpointError, ConfigError, RequestFailed, UserError
+from config.errors import CheckpointError, ConfigError, ProfileWritten, RequestFailed, UserError
 from config.log import DEFAULT, LogConfig
 from config.log import setup as setup_log
 from config.native import panics_as_errors
@@ -164,7 +164,8 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
             channel.send(WorkerFailed(str(error), time=time.time()))
         except ConfigError as error:
             code = 2
-            channel.send(WorkerFailed(str(error), is_config=True, time=time.time()))
+            is_profile = isinstance(error, ProfileWritten)
+            channel.send(WorkerFailed(str(error), True, time.time(), is_profile))
         except Exception as error:
             code = 1
             failed_at = time.time()

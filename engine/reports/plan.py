@@ -31,6 +31,9 @@ GRAPH_BYTES = (5_000_000, 20_000_000)
 READ_BYTES_PER_S = 500_000_000
 """Assumed speed at which weights are read from storage."""
 
+_MIN_BILLIONS = 0.1
+"""A smaller number of parameters is given in millions."""
+
 STARTUP_MARGIN_S = 600
 """Start of processes, acquisition of cards and profile run, before the weights and the warm-up."""
 
@@ -241,12 +244,19 @@ def as_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _in_words(num_parameters: float) -> str:
+    """A number of parameters in billions or, for a small model, in millions."""
+    if num_parameters < _MIN_BILLIONS * 1e9:
+        return f"{num_parameters / 1e6:.2f} million"
+    return f"{num_parameters / 1e9:.2f} billion"
+
+
 def _head(plan: Plan) -> list[str]:
     card, target = plan.card, plan.target
     parameters = count_parameters(plan.facts) + plan.facts.num_tower_parameters
     title, demand = generation(target.device).title, card.demand
     chosen = _active_parameters(plan.facts)
-    active = "" if chosen is None else f" ({chosen / 1e9:.2f} active)"
+    active = "" if chosen is None else f" ({_in_words(chosen)} active)"
     num_cards = demand.num_cards * demand.num_stages * demand.num_engines
     cards = f"{num_cards} cards" if num_cards > 1 else "1 card"
     if demand.num_stages > 1:
@@ -256,7 +266,7 @@ def _head(plan: Plan) -> list[str]:
     if demand.num_cards * demand.num_engines > 1 and demand.distributes_experts:
         cards += ", whole experts on each"
     return [
-        f"{plan.facts.path}: {plan.facts.architecture}, {parameters / 1e9:.2f} billion parameters"
+        f"{plan.facts.path}: {plan.facts.architecture}, {_in_words(parameters)} parameters"
         f"{active}, {plan.dtype}",
         f"{title}, {cards}; context {demand.max_model_len} tokens, "
         f"{demand.max_num_seqs} sequences, {demand.max_num_batched_tokens} tokens a step",

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from config.engine import EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, counted
 from config.model.model_config import ModelConfig
 from config.startup_checks import choose_max_model_len
 from engine.reports.plan import Plan, Target, make_plan
@@ -81,8 +81,8 @@ def make_preset(
         length //= 2
     if not plans:
         raise ConfigError(
-            f"{facts.path} does not fit into {num_cards} {target.device} cards, even with a "
-            f"context of {length} tokens: see `gaudiserve plan`"
+            f"{facts.path} does not fit into {counted(num_cards, f'{target.device} card')}, even "
+            f"with a context of {length} tokens: see `gaudiserve plan`"
         )
     typical = min(TYPICAL_TOKENS, length)
     chosen, _ = next(

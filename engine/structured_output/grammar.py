@@ -54,7 +54,8 @@ GROWTH_BYTES_PER_S = 64 * 2**20
 than SLOW_STEP_S adds at most GROWTH_BYTES_PER_S times the excess time (measured)."""
 MAX_MESSAGE_CHARACTERS = 300
 MAX_MARKERS = 16
-_PATTERN_PROBLEM = re.compile(r"^error: (.+)$", re.MULTILINE)
+_PATTERN_PROBLEM = re.compile(r"(?:^    ( *)\^+\n)?^error: (.+)$", re.MULTILINE)
+"""A problem below the drawing of a pattern, which marks its place."""
 _LOOK_AROUND = re.compile(
     r"^error: look-around|(?:^|\(in regex\): )lookarounds not supported", re.MULTILINE
 )
@@ -147,7 +148,12 @@ class Grammar:
         self.source = source or _SOURCES[spec.kind](spec.text, vocabulary)
         self._matcher = LLMatcher(vocabulary.tokens, self.source, log_level=0, limits=limits)
         if self._matcher.is_error():
-            reason = _reason(self._matcher.get_error(), has_lines=spec.kind == "grammar")
+            reason = _reason(
+                self._matcher.get_error(),
+                has_lines=spec.kind == "grammar",
+                # Replaced classes would move the place.
+                has_place=spec.kind == "regex" and with_ascii_classes(spec.text) == spec.text,
+            )
             raise _error(f"the {spec.kind} cannot be compiled: {reason}")
         error = None if is_checked else self._probe(spec.kind)
         if error is not None:
@@ -398,9 +404,11 @@ _SOURCES: dict[str, Callable[[str, Vocabulary], str]] = {
 }
 
 
-def _reason(error: str, *, has_lines: bool = False) -> str:
+def _reason(error: str, *, has_lines: bool = False, has_place: bool = False) -> str:
     """The reason in a matcher's error message. `has_lines`: whether the source is a text whose
-    lines its author knows; only then the reason begins with the place of a wrong pattern."""
+    lines its author knows; only then the reason begins with the place of a wrong pattern.
+    `has_place`: whether the source is a pattern as its author wrote it; then the reason names the
+    wrong character."""
     message = _first_part(error)
     if any(words in message for words in UNSPELLABLE):
         return "this model's vocabulary has no token for what the grammar requires next"
@@ -412,8 +420,13 @@ def _reason(error: str, *, has_lines: bool = False) -> str:
         message = _PLACE.sub(r"line \1, column \2: ", message).partition("\n")[0]
     if _LOOK_AROUND.search(error):
         return f"{place}look-around is not supported, nor are \\b and \\B"
-    problems = _PATTERN_PROBLEM.findall(error)
-    return f"{place}{problems[-1]}" if problems else plain_reason(message)
+    problems = [*_PATTERN_PROBLEM.finditer(error)]
+    if not problems:
+        return plain_reason(message)
+    blanks, problem = problems[-1].groups()
+    if has_place and blanks is not None:
+        problem += f" (character {len(blanks) + 1} of the pattern)"
+    return f"{place}{problem}"
 
 
 def _first_part(message: str) -> str:

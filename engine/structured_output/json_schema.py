@@ -56,11 +56,11 @@ DRAFT_3_KEYWORDS = ("extends", "disallow", "divisibleBy")
 _PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(r'Unimplemented keys: \["(\w+)"\]', re.DOTALL),
-        r"\1 cannot be enforced; leave it out",
+        r"`\1` cannot be enforced; leave it out",
     ),
     (
         re.compile(r"Unimplemented keys: \[(.+)\]", re.DOTALL),
-        r"\1 cannot be enforced; leave them out",
+        r"the keywords \1 cannot be enforced; leave them out",
     ),
     (
         re.compile(r"Unknown format: (.+)", re.DOTALL),
@@ -83,18 +83,21 @@ _PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"invalid multiple of", re.DOTALL), "multipleOf must be greater than 0"),
     (
         re.compile(r"Expected array for '(\w+)', got (.+)", re.DOTALL),
-        r"\1 is \2, it must be a list",
+        r"`\1` is \2, it must be a list",
     ),
     (
         re.compile(r"Expected f64 for '(\w+)', got (.+)", re.DOTALL),
-        r"\1 is \2, it must be a number",
+        r"`\1` is \2, it must be a number",
     ),
     (
         re.compile(r"Expected (?:u64|positive integer) for '(\w+)', got (.+)", re.DOTALL),
-        r"\1 is \2, it must be an integer of at least 0",
+        r"`\1` is \2, it must be an integer of at least 0",
     ),
-    (re.compile(r"Expected (\w+) for '(\w+)', got (.+)", re.DOTALL), r"\2 is \3, it must be a \1"),
-    (re.compile(r"(\w+) must be an array", re.DOTALL), r"\1 must be a list"),
+    (
+        re.compile(r"Expected (\w+) for '(\w+)', got (.+)", re.DOTALL),
+        r"`\2` is \3, it must be a \1",
+    ),
+    (re.compile(r"(\w+) must be an array", re.DOTALL), r"`\1` must be a list"),
 )
 """The library's messages about a schema, and ours."""
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
@@ -130,7 +133,7 @@ def _prepare(schema: Any) -> Any:
     for keyword, value in schema.items():
         if keyword in DRAFT_3_KEYWORDS:
             raise _refusal(
-                f"{keyword} is a keyword of an older draft that cannot be enforced; leave it out"
+                f"`{keyword}` is a keyword of an older draft that cannot be enforced; leave it out"
             )
         neutral = NEUTRAL_VALUES.get(keyword, ())
         if any(type(value) is type(other) and value == other for other in neutral):

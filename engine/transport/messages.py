@@ -356,6 +356,8 @@ class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
     """The engine was told to stop."""
     is_external: bool = False
     """The cause lies outside of the engine's computation."""
+    is_profile: bool = False
+    """The end is a ProfileWritten."""
 
 
 class PromptBlocks(msgspec.Struct, array_like=True, gc=False, tag=10):

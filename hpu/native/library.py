@@ -43,7 +43,7 @@ DIGEST_BYTES = 32
 MAX_LIBRARY_BYTES = 64 << 20
 """A larger file was not compiled by this module, whose library has 1 MiB."""
 COMPILE_TIMEOUT_S = 1800.0
-"""Limit of a compilation, which takes half a minute on two free cores and minutes on busy cores."""
+"""Limit of a compilation, which takes 1 to 3 minutes on two cores, and longer on busy cores."""
 COUNT_S = 1.0
 """Interval between progress reports of a compilation."""
 MOST_LOST = 2.0**-11
@@ -501,7 +501,7 @@ def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep
     if compiler is None:
         logger.info("Kernels: torch's, because there is no C++ compiler (g++ would do)")
         return None
-    # Before the compilation, which takes up to a minute.
+    # Before the compilation, which takes minutes.
     is_kept = not reason and _is_writable(folder)
     logger.info(
         "Kernels: compiling with %s, since %s has none yet for this version, this CPU and torch %s",
@@ -573,7 +573,9 @@ def _run_compiler(
         command, stdout=output, stderr=subprocess.STDOUT, environment=variables
     ) as process:
         while (seconds := time.perf_counter() - start) < COMPILE_TIMEOUT_S:
-            on_step(f"compiling kernels for this CPU, {seconds:.0f} s")
+            on_step(
+                f"compiling kernels for this CPU, once, usually 1 to 3 minutes: {seconds:.0f} s"
+            )
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(min(COUNT_S, COMPILE_TIMEOUT_S - seconds))
     return None

@@ -13,7 +13,7 @@ from typing import NoReturn, TypeVar
 import torch
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, RequestFailed, UserError, bytes_text
+from config.errors import ConfigError, ProfileWritten, RequestFailed, UserError, bytes_text
 from config.model.model_config import ModelConfig
 from config.model.pooler import choose_pooler
 from config.model.read_config import read_model_config
@@ -452,7 +452,7 @@ class Worker:
         if profiled := profiled_buckets(config.execution, table.limits):
             profiler = self._make_profiler(backend)
             path = profile_launches(profiled, runner, graphs, components.input_buffers, profiler)
-            raise ConfigError(
+            raise ProfileWritten(
                 f"the profile is in {path}: to serve, start without --profile-prompt and "
                 "--profile-decode"
             )

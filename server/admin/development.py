@@ -45,7 +45,7 @@ def _add_profile(router: APIRouter, state: AppState) -> None:
     @router.post(
         "/stop_profile",
         operation_id="stop_profile",
-        summary="Stop the trace; returns its file",
+        summary="End the trace; returns its file",
         responses=ANSWERS,
     )
     async def stop_profile() -> Response:
@@ -85,7 +85,7 @@ def _add_sleep(router: APIRouter, state: AppState) -> None:
     @post(
         "/sleep",
         operation_id="sleep",
-        summary="Free the device memory; returns when that is done",
+        summary="Free the device's memory; returns when that is done",
         openapi_extra=_query_parameters(level=LEVELS, mode=MODES),
     )
     async def sleep(request: Request) -> Response:

@@ -27,7 +27,7 @@ def admin_routes(state: AppState) -> APIRouter:
     @get(
         "/live",
         operation_id="live",
-        summary="Liveness: 200 while the server starts, serves, or restarts an engine",
+        summary="The liveness probe: 200 while the server starts, serves, or restarts an engine",
     )
     async def get_live() -> Response:
         return liveness(state)
@@ -35,23 +35,23 @@ def admin_routes(state: AppState) -> APIRouter:
     @get(
         "/health",
         operation_id="health",
-        summary="As vLLM: 503 until the server has started, then as /live",
+        summary="As in vLLM: 503 until the server has started, then as /live",
     )
     async def get_health() -> Response:
         return _health(state)
 
-    @get("/ping", operation_id="ping", summary="The same as /health")
+    @get("/ping", operation_id="ping", summary="As /health")
     async def get_ping() -> Response:
         return _health(state)
 
-    @router.post("/ping", operation_id="ping_by_post", summary="As GET", responses=ANSWERS)
+    @router.post("/ping", operation_id="ping_by_post", summary="As /health", responses=ANSWERS)
     async def post_ping() -> Response:
         return _health(state)
 
     @get(
         "/ready",
         operation_id="ready",
-        summary="Readiness: loaded, warmed up, not draining",
+        summary="200 once requests are accepted; 503 before, and while draining",
     )
     async def get_ready() -> Response:
         return _readiness(state)
@@ -67,7 +67,7 @@ def admin_routes(state: AppState) -> APIRouter:
     @get(
         "/load",
         operation_id="load",
-        summary="Sequences that run or wait in the engine, of all API servers",
+        summary="How many sequences run or wait, over all API servers",
     )
     async def get_load() -> Response:
         stats = state.client.stats
@@ -76,7 +76,7 @@ def admin_routes(state: AppState) -> APIRouter:
     @router.get(
         "/metrics",
         operation_id="metrics",
-        summary="Prometheus metrics, as OpenMetrics if requested",
+        summary="Prometheus' metrics, as OpenMetrics if requested",
         # Otherwise OpenAPI also lists application/json.
         response_class=PlainTextResponse,
         responses=PAGE_OF_METRICS,

@@ -25,7 +25,7 @@ def messages_routes(state: AppState) -> APIRouter:
 
     @router.post(
         ROUTES,
-        summary="Answer a conversation, in blocks",
+        summary="Answer a conversation, as Anthropic's API does",
         openapi_extra=takes("MessagesBody"),
         responses=MESSAGES_GENERATES,
     )
@@ -38,7 +38,7 @@ def messages_routes(state: AppState) -> APIRouter:
 
     @router.post(
         f"{ROUTES}/count_tokens",
-        summary="Tokens of a conversation",
+        summary="Count the tokens of a conversation's prompt",
         openapi_extra=takes("CountBody"),
     )
     async def count_message_tokens(request: Request) -> Response:

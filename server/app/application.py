@@ -27,6 +27,7 @@ from server.app.middleware import (
     WithoutPrefix,
 )
 from server.app.openapi import DescribedApi
+from server.http.access_log import record_of
 from server.http.errors import fault_of, user_error_from_problems
 from server.openai.chat import chat_routes
 from server.openai.completions import completion_routes
@@ -132,7 +133,7 @@ async def _answer_http(request: Request, error: Exception) -> Response:
         error = _wrong_method(request, error)
     elif error.status_code == 404:
         error = _unknown_route(request)
-    return refusal(fault_of(error), request.url.path)
+    return _refusal(error, request)
 
 
 def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
@@ -193,7 +194,13 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     # The first element of loc is only "query" or "path".
     problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
-    return refusal(fault_of(user_error_from_problems(problems)), request.url.path)
+    return _refusal(user_error_from_problems(problems), request)
+
+
+def _refusal(error: Exception, request: Request) -> Response:
+    fault = fault_of(error)
+    record_of(request.scope).set_error(fault.status, fault.message, fault.param)
+    return refusal(fault, request.url.path)
 
 
 class _NoResponse(Response):

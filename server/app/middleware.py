@@ -137,7 +137,9 @@ class AuthMiddleware:
                 is_full = error.type == "server_overloaded"
                 reason = "max_ttft" if error.is_slow else "queue_full" if is_full else "not_ready"
                 self._state.metrics.rejected(reason)
-            response = refusal(fault_of(error), scope["path"])
+            fault = fault_of(error)
+            record.set_error(fault.status, fault.message, fault.param)
+            response = refusal(fault, scope["path"])
             release_frames(error)
             await response(scope, receive, send)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from config import log
-from config.errors import CheckpointError, ConfigError, GaudiserveError
+from config.errors import CheckpointError, ConfigError, GaudiserveError, counted
 from config.loading.env import is_installed
 from config.loading.parser import Parser, number
 from config.model.kv_cache_dtype import AUTO, FP8_INC
@@ -139,7 +139,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         )
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}") from error
-    _say(f"1/3 measure: {len(samples)} samples on {num_ranks} cards")
+    _say(f"1/3 measure: {counted(len(samples), 'sample')} on {counted(num_ranks, 'card')}")
     with _model(args, measure_config) as llm:
         _answer(llm, samples, args.max_tokens)
     _say("2/3 repair and unify the measures")

@@ -25,7 +25,7 @@ from server.cli.selftest import served
 DESCRIPTION = """\
 Chat with a model in the terminal: with MODEL, which is served here until you leave, or with that of
 a running server. Ctrl-C stops an answer, Ctrl-D leaves; /clear forgets the conversation, /system
-TEXT begins a new one with that system prompt.
+TEXT begins a new one with that system prompt, /help lists the commands.
 """
 PATH = "/v1/chat/completions"
 TOKENIZE_PATH = "/tokenize"
@@ -33,8 +33,9 @@ MAX_TOKENS = 1024
 """Default token limit of an answer: a small model may repeat itself forever."""
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 LEAVE = ("/exit", "/quit")
-NAMES_OF_COMMANDS = ("/clear", "/system", *LEAVE)
-COMMANDS = ", ".join(("/clear", "/system TEXT", *LEAVE))
+HELP = "/help"
+NAMES_OF_COMMANDS = ("/clear", "/system", HELP, *LEAVE)
+COMMANDS = ", ".join(("/clear", "/system TEXT", HELP, *LEAVE))
 COMMAND = re.compile(r"/[a-z]+")
 """The first word of a command. A message may begin with a path."""
 CLEAR_LINE = "\r\x1b[K"
@@ -43,6 +44,11 @@ CLEAR_LINE = "\r\x1b[K"
 def chat_parser() -> Parser:
     """Parser with the flags of `serve` and the flags of the conversation."""
     parser = command_parser("gaudiserve chat", DESCRIPTION)
+    parser.examples = (
+        "gaudiserve chat",
+        "gaudiserve chat /data/model --system-prompt 'Answer in French.'",
+        "gaudiserve chat --url http://localhost:8000 --quick 'Name three fruits.'",
+    )
     add = parser.add_argument_group("Chat").add_argument
     add(
         "--base-url",
@@ -125,7 +131,7 @@ class _Terminal:
         with contextlib.suppress(ImportError):
             # Line editing and history for input().
             __import__("readline")
-        print(f"{self._model}: Ctrl-C stops an answer, Ctrl-D leaves, /clear, /system TEXT")
+        print(f"{self._model}: Ctrl-C stops an answer, Ctrl-D leaves, /help")
         while self._turn():
             pass
         return 0
@@ -148,6 +154,8 @@ class _Terminal:
             self._begin(rest)
             state = "the system prompt is new" if rest else "there is no system prompt"
             print(f"The conversation is forgotten; {state}.")
+        elif text == HELP:
+            print(f"Commands: {COMMANDS}. Ctrl-C stops an answer, Ctrl-D leaves.")
         elif refusal := unknown_command(text):
             print(refusal)
         elif text and command not in LEAVE:

@@ -117,6 +117,9 @@ class HttpClient:
             text += "; give the key of the server by --api-key"
         elif status == NOT_FOUND and path == MODELS_PATH:
             text += "; correct the URL"
+        if self._socket_path:
+            # The server of this command, on a socket that no user knows.
+            return HttpFailure(text)
         return HttpFailure(f"{self._url} answered {path} with {status}: {text}")
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:

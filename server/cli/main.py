@@ -18,6 +18,7 @@ from config.errors import (
     CommandFailed,
     ConfigError,
     EngineDied,
+    ProfileWritten,
     checkpoint_errors,
 )
 from config.loading.env import disable_autoload, environment
@@ -90,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CheckpointError, CommandFailed, EngineDied) as error:
         print(f"gaudiserve: {error}", file=sys.stderr)
         return 1
+    except ProfileWritten as end:
+        print(f"gaudiserve: {end}", file=sys.stderr)
+        return 0
     except ConfigError as error:
         print(f"gaudiserve: {error}", file=sys.stderr)
         return 2
@@ -112,11 +116,13 @@ def _command(name: str) -> Callable[[list[str]], int]:
 def _serve(argv: list[str]) -> int:
     from config.checkpoint.demo import NAMES
 
-    loaded = load(
-        argv,
-        default_model=NAMES[0],
-        parser=server_parser("gaudiserve serve", SERVE),
+    parser = server_parser("gaudiserve serve", SERVE)
+    parser.examples = (
+        "gaudiserve serve",
+        "gaudiserve serve /data/model --max-model-len 8K --port 8001",
+        "gaudiserve serve org/name --device hpu --tensor-parallel-size 4 --api-key KEY",
     )
+    loaded = load(argv, default_model=NAMES[0], parser=parser)
     if loaded.engine.executor == EXTERNAL_LAUNCHER:
         raise ConfigError(
             f"--distributed-executor-backend is {EXTERNAL_LAUNCHER}, which is for scripts with LLM "
@@ -149,10 +155,15 @@ def check_early(engine: EngineConfig, server: ServerConfig) -> None:
 
 def log_spellings(loaded: Loaded) -> None:
     """Log how vLLM's spellings were translated, and which vLLM flags have no effect."""
-    for note in loaded.notes:
-        logger.warning("%s", note)
+    log_notes(loaded)
     if loaded.without_effect:
         logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
+
+
+def log_notes(loaded: Loaded) -> None:
+    """Log how vLLM's spellings were translated. Without a log setup, the lines go to stderr."""
+    for note in loaded.notes:
+        logger.warning("%s", note)
 
 
 def _with_reasons(reasons: Mapping[str, str]) -> str:
@@ -167,6 +178,7 @@ def _config(argv: list[str]) -> int:
     from config.checkpoint.demo import NAMES
 
     loaded = load(argv, default_model=NAMES[0], parser=parser)
+    log_notes(loaded)
     print((_as_json if loaded.arguments.json else _as_table)(loaded.shown()))
     return 0
 
@@ -209,8 +221,7 @@ def _fetch_demo(argv: list[str]) -> int:
 def _bench(argv: list[str]) -> int:
     if argv[:1] != ["serve"]:
         if argv[:1] in (["-h"], ["--help"]):
-            print("usage: gaudiserve bench serve [flags]; --help after `serve` lists them")
-            return 0
+            return _module("bench.command", argv)
         command = " ".join(("gaudiserve", "bench", *argv[:1]))
         raise ConfigError(f"`{command}` is no command; `gaudiserve bench serve` is")
     return _module("bench.command", argv[1:])

@@ -11,6 +11,7 @@ from config.setting import is_count
 from engine.reports.buckets import SECONDS_PER_GRAPH
 from engine.reports.plan import Target, as_json, as_text, make_plan, with_sizes
 from server.cli.flags import command_parser
+from server.cli.main import log_notes
 
 DEVICES = ("gaudi2", "gaudi3")
 
@@ -21,10 +22,21 @@ def plan_parser() -> Parser:
         "gaudiserve plan",
         "Estimate a model's memory on Gaudi cards from its config.json. Needs no card.",
     )
+    parser.examples = (
+        "gaudiserve plan demo",
+        "gaudiserve plan /data/model --cards 4 --max-model-len 32K",
+        "gaudiserve plan org/name --device gaudi2 --json",
+    )
     parser.conflict_handler = "resolve"
     group = parser.add_argument_group("This command")
     group.add_argument(
         "--device", choices=DEVICES, default="gaudi3", help="Generation of the cards [gaudi3]"
+    )
+    group.add_argument(
+        "--cards",
+        type=number(int, minimum=1),
+        metavar="N",
+        help="Cards of an engine, as --tensor-parallel-size; `presets` chooses for a whole host",
     )
     group.add_argument(
         "--card-gib",
@@ -51,6 +63,10 @@ def plan_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Print the plan; returns 0 if it fits, else 1. Raises ConfigError."""
     loaded = load(argv, default_model="demo", parser=plan_parser())
+    if num_cards := loaded.arguments.cards:
+        words = [*argv, f"--tensor-parallel-size={num_cards}"]
+        loaded = load(words, default_model="demo", parser=plan_parser())
+    log_notes(loaded)
     args, engine = loaded.arguments, loaded.engine
     target = Target(
         device=args.device,

@@ -8,7 +8,7 @@ import yaml
 
 from config.checkpoint.facts import model_facts
 from config.engine import EngineConfig
-from config.errors import CheckpointError, ConfigError
+from config.errors import CheckpointError, ConfigError, counted
 from config.loading.env import chosen_device, environment
 from config.loading.parser import Parser, number
 from config.loading.sources import DEFAULT, Loaded, load
@@ -16,6 +16,7 @@ from engine.reports.doctor import this_machine
 from engine.reports.plan import Target, as_text, with_sizes
 from engine.reports.presets import KEYS, Preset, free_cards, make_preset
 from server.cli.flags import command_parser
+from server.cli.main import log_notes
 from server.cli.plan import DEVICES
 
 logger = logging.getLogger(__name__)
@@ -45,22 +46,26 @@ def presets_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Print the preset. Raises ConfigError if the model does not fit."""
     loaded = load(argv, default_model="demo", parser=presets_parser())
+    log_notes(loaded)
     args = loaded.arguments
     preset = _preset(loaded.engine, args.device, args.cards)
-    print(as_yaml(preset), end="")
+    print(as_yaml(preset, loaded.engine.model, loaded.engine.revision), end="")
     return 0
 
 
-def as_yaml(preset: Preset) -> str:
-    """Settings as a file for --config, with the plan in comments."""
-    engines = preset.settings["data-parallel-size"]
+def as_yaml(preset: Preset, model: str, revision: str | None = None) -> str:
+    """Model, device and settings as a file for --config, with the plan in comments."""
+    num_engines = int(preset.settings["data-parallel-size"])
+    each = "each" if num_engines > 1 else "with"
     lines = [
-        f"Computed by `gaudiserve presets`, not measured on a card: {preset.num_cards} cards, "
-        f"{engines} engines, each:",
+        "Computed by `gaudiserve presets`, not measured on a card: "
+        f"{counted(preset.num_cards, 'card')}, {counted(num_engines, 'engine')}, {each}:",
         *as_text(preset.plan).splitlines(),
     ]
     comments = "".join(f"# {line}".rstrip() + "\n" for line in lines)
-    return comments + yaml.safe_dump(dict(preset.settings), sort_keys=False)
+    revisions = {"revision": revision} if revision else {}
+    settings = {"model": model, **revisions, "device": "hpu", **preset.settings}
+    return comments + yaml.safe_dump(settings, sort_keys=False)
 
 
 def _preset(engine: EngineConfig, device: str, num_cards: int) -> Preset:
@@ -98,9 +103,8 @@ def with_preset(
         return loaded
     flags = _flags(preset.settings)
     logger.info(
-        "Preset for %d %s cards, by `gaudiserve presets`: %s; any of these flags turns it off",
-        num_cards,
-        device,
+        "Preset for %s, by `gaudiserve presets`: %s; any of these flags turns it off",
+        counted(num_cards, f"{device} card"),
         " ".join(flags),
     )
     return load([*argv, *flags], default_model=loaded.engine.model)

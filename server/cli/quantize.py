@@ -54,8 +54,8 @@ TARGETS = {
         "FP8_DYNAMIC",
         PLAIN,
         False,
-        "8 bits (e4m3), a scale per output, but for the last decoder layer; with --data errors are "
-        "made up for",
+        "8 bits (e4m3) with a scale per output, in all decoder layers except the last; with "
+        "--data, later weights compensate for rounding errors",
         calibrated=COMPENSATING,
         keeps_last_layer=True,
     ),
@@ -63,14 +63,19 @@ TARGETS = {
         "FP8_DYNAMIC",
         PLAIN,
         False,
-        "8 bits (e4m3), all layers, and activations stay as they are",
+        "8 bits (e4m3) in all layers; activations are not quantized",
         keeps_activations=True,
         calibrated=COMPENSATING,
     ),
     "int8": Target("W8A16", PLAIN, True, "8 bits, rounded"),
     "int4": Target("W4A16_ASYM", PLAIN, True, "4 bits, rounded"),
     "awq": Target("W4A16_ASYM", "awq.AWQModifier", True, "4 bits, inputs rescaled (needs --data)"),
-    "gptq": Target("W4A16_ASYM", COMPENSATING, True, "4 bits, errors made up for (needs --data)"),
+    "gptq": Target(
+        "W4A16_ASYM",
+        COMPENSATING,
+        True,
+        "4 bits, later weights compensate for rounding errors (needs --data)",
+    ),
 }
 
 
@@ -84,6 +89,11 @@ def quantize_parser() -> Parser:
         f"original. Needs {LIBRARY}: {install_command('cpu,quantize')}, in an environment of its "
         "own.",
     )
+    parser.examples = (
+        "gaudiserve quantize demo --to int8 -o demo-int8",
+        "gaudiserve quantize /data/model --to fp8 -o model-fp8 --data samples.jsonl",
+        "gaudiserve quantize /data/model --to gptq -o model-gptq --data samples.jsonl",
+    )
     parser.add_argument("model", metavar="MODEL", help="Folder, .gguf file, hub id, or demo")
     kinds = "; ".join(f"{name}: {target.text}" for name, target in TARGETS.items())
     parser.add_argument("--to", choices=tuple(TARGETS), required=True, metavar="KIND", help=kinds)
@@ -94,9 +104,9 @@ def quantize_parser() -> Parser:
         "--data",
         type=Path,
         metavar="FILE",
-        help="Samples of what users will send, for awq and gptq, and optional for fp8: in each "
-        "line of a .jsonl file a "
-        "string, or an object with `prompt`, `text` or `messages`; in each line of others a text",
+        help="Samples of what users will send, for awq and gptq, optional for fp8. Each line of a "
+        ".jsonl file is a string, or an object with `prompt`, `text` or `messages`; each line of "
+        "another file is a text",
     )
     parser.add_argument(
         "--max-samples",
@@ -116,28 +126,29 @@ def quantize_parser() -> Parser:
         "--group-size",
         type=number(int, minimum=8),
         metavar="N",
-        help="Inputs that share a scale, but for fp8; without it the largest power of two up to "
-        "128 that divides all layers",
+        help="Inputs that share a scale, not for fp8; default: the largest power of two up to 128 "
+        "that divides the inputs of all layers",
     )
     parser.add_argument(
         "--ignore",
         action="append",
         default=[],
         metavar="NAME",
-        help="Leave the layers of this path as they are: model.layers.29.mlp.down_proj, or re: and "
-        "a regular expression, re:.*layers\\.29\\..*; may be repeated; the head and routers stay "
-        "anyway",
+        help="Do not quantize the layers of this path: model.layers.29.mlp.down_proj, or re: and a "
+        "regular expression, re:.*layers\\.29\\..*; may be repeated; the head and routers are "
+        "never quantized",
     )
     parser.add_argument(
         "--all-layers",
         action="store_true",
-        help="With --to fp8 quantize the last decoder layer, too, which loses most",
+        help="With --to fp8, also quantize the last decoder layer, which loses the most accuracy",
     )
     parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="Text for the perplexity; without it 1,700 tokens of an own one",
+        help="Text for the perplexity; default: a text of about 1,700 tokens that comes with "
+        "gaudiserve",
     )
     parser.add_argument(
         "--skip-perplexity", action="store_true", help="Do not compare; saves two loads"

@@ -38,6 +38,10 @@ def batch_parser() -> Parser:
     """Parser with the flags of `serve` and the flags of the batch."""
     parser = command_parser("gaudiserve run-batch", DESCRIPTION)
     parser.usage = "gaudiserve run-batch [MODEL] -i FILE -o FILE [flags]"
+    parser.examples = (
+        "gaudiserve run-batch /data/model -i requests.jsonl -o answers.jsonl",
+        "gaudiserve run-batch --url http://localhost:8000 -i requests.jsonl -o answers.jsonl",
+    )
     group = parser.add_argument_group("Batch")
     add = group.add_argument
     add("-i", "--input-file", required=True, metavar="FILE", help="Requests, one in each line")

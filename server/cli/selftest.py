@@ -30,6 +30,7 @@ def selftest_parser() -> Parser:
     parser = command_parser(
         "gaudiserve selftest",
         "Check on a Gaudi card what this server assumes of the card and of the vendor's software.",
+        no_model="kernels are checked with sizes of no model",
     )
     group = parser.add_argument_group("This command")
     group.add_argument(

@@ -15,7 +15,13 @@ from config.checkpoint.model_name import default_names
 from config.checkpoint.resolve import resolve
 from config.checkpoint.tokenizer_bounds import check_tokenizer_file
 from config.engine import DUMMY, EngineConfig
-from config.errors import CheckpointError, ConfigError, EngineDied, checkpoint_errors
+from config.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDied,
+    ProfileWritten,
+    checkpoint_errors,
+)
 from config.loading.env import cache_home
 from config.lora.configured import check_adapter_paths, check_adapters
 from config.progress import Report
@@ -42,6 +48,9 @@ def main() -> None:
     except (CheckpointError, EngineDied) as error:
         logger.error("%s", error)
         sys.exit(1)
+    except ProfileWritten as end:
+        logger.info("%s", end)
+        sys.exit(0)
     except ConfigError as error:
         logger.error("%s", error)
         sys.exit(2)

@@ -1,5 +1,6 @@
 """The record of an HTTP request, for its access-log line and its metrics."""
 
+import json
 import logging
 import re
 import time
@@ -14,6 +15,13 @@ MAX_IGNORED_FIELDS = 8
 MAX_IGNORED_CHARACTERS = 64
 """Limits of the unknown fields that a response names: number of names, and characters of each
 name."""
+MAX_ERROR_CHARACTERS = 200
+"""Limit of an error message in a log line."""
+_QUOTED = re.compile(
+    r"""(?<!\w)(?:'(?:[^'\\]|\\.)*(?:'|$)|"(?:[^"\\]|\\.)*(?:"|$))""",
+    re.DOTALL,
+)
+"""A quoted part of a message: an apostrophe within a word begins none."""
 _NOT_IN_A_LIST = re.compile(r"[^!-~]|,")
 
 _RECORD_KEY = "gaudiserve.record"
@@ -48,10 +56,23 @@ class RequestRecord:
     """Unknown fields of the body."""
     finish_reasons: str = ""
     """stop, length, abort or error; joined for several choices."""
+    error: str = ""
+    """Why the request was refused or failed, in the words for the log."""
+    error_param: str | None = None
+    """The field that was refused."""
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started_s
+
+    def set_error(self, status: int, message: str, param: str | None = None) -> None:
+        """Keep the error message for the log line, cut, and without the values of the request that
+        it quotes. The name of what does not exist (404) and the server's own errors stay."""
+        if 400 <= status < 500 and status != 404:
+            message = _QUOTED.sub("'...'", message)
+        cut = message[:MAX_ERROR_CHARACTERS]
+        self.error = cut + "..." * (len(message) > len(cut))
+        self.error_param = param
 
     @property
     def ignored_words(self) -> str:
@@ -81,7 +102,7 @@ class RequestRecord:
             ttft = "-" if self.ttft_s is None else f"{self.ttft_s * 1e3:.1f}"
             logger.info(
                 "%s %s id=%s model=%s status=%d prompt_tokens=%d output_tokens=%d ttft_ms=%s "
-                "ms=%.1f end=%s client=%s",
+                "ms=%.1f end=%s client=%s%s",
                 self.method,
                 self.path,
                 self.id,
@@ -93,20 +114,33 @@ class RequestRecord:
                 self.seconds * 1e3,
                 self.finish_reasons or "-",
                 self.client,
+                self._problems(),
                 extra={"fields": self._fields()},
             )
         elif access_log:
             logger.log(
                 level,
-                "%s %.200s id=%s status=%d ms=%.1f client=%s",
+                "%s %.200s id=%s status=%d ms=%.1f client=%s%s",
                 self.method,
                 self.path,
                 self.id,
                 self.status,
                 self.seconds * 1e3,
                 self.client,
+                self._problems(),
                 extra={"fields": self._fields()},
             )
+
+    def _problems(self) -> str:
+        """Error, refused field and ignored fields for the end of the log line."""
+        words = ""
+        if self.error:
+            words = f" error={json.dumps(self.error)}"
+        if self.error_param:
+            words += f" param={_NOT_IN_A_LIST.sub('?', self.error_param[:MAX_IGNORED_CHARACTERS])}"
+        if self.ignored_fields:
+            words += f' ignored="{self.ignored_words}"'
+        return words
 
     def _fields(self) -> dict[str, Any]:
         """Fields of the line in JSON logs."""
@@ -126,6 +160,10 @@ class RequestRecord:
                 "ttft_ms": None if self.ttft_s is None else round(self.ttft_s * 1e3, 1),
                 "finish_reason": self.finish_reasons or None,
             }
+        if self.error:
+            fields |= {"error": self.error, "param": self.error_param}
+        if self.ignored_fields:
+            fields["ignored"] = self.ignored_words
         return fields
 
 

@@ -37,6 +37,19 @@ _WANTED = {
     "model": "an object",
 }
 """First word of pydantic's type of a problem -> the values that are allowed."""
+_REQUIRED = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
+    "messages": "a list of messages",
+    "input": "a string or a list",
+    "model": "a string",
+    "tokens": "a list of token ids",
+    "max_tokens": "an integer",
+    "query": "a string",
+    "documents": "a list",
+    "lora_name": "a string",
+    "lora_path": "a string",
+}
+"""Required field -> the values that are allowed, which pydantic does not name."""
 _KIND = re.compile(r"str|int|float|bool|(list|dict|function-\w+)\[.*")
 """Names of types in pydantic's locations, which mean nothing to clients."""
 _SHOULD = "Input should be "
@@ -189,7 +202,7 @@ def _problem(name: str, problem: Any, known: list[str]) -> str:
     """The text of a problem. `known`: the values that earlier problems of the field allow; the
     values that this problem allows are added."""
     if problem["type"] == "missing":
-        return f"{name} is missing, it must be set"
+        return f"{name} is missing, it must be {_REQUIRED.get(name, 'set')}"
     message = problem["msg"].removeprefix("Value error, ")
     wanted = _WANTED.get(problem["type"].partition("_")[0], "")
     if not wanted and message.startswith(_SHOULD):

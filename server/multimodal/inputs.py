@@ -57,7 +57,8 @@ class ImageLoader:
         equal = [replace(source, where="") for source in sources]
         for same, source in zip(equal, sources, strict=True):
             if same not in loading:
-                load = self._load(source, owner, client, param)
+                place = source.where if param == "messages" else param
+                load = self._load(source, owner, client, place)
                 loading[same] = asyncio.ensure_future(load)
         try:
             await asyncio.gather(*loading.values())

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from config.errors import UserError
+from config.loading.values import nearest
 from engine.transport.messages import EncoderInput, ImagePlacement
 from server.multimodal.messages import IMAGE, VIDEO
 from server.multimodal.processor import ProcessedImage
@@ -24,6 +25,23 @@ _FIELDS = {IMAGE: ("image_url", "image", "url"), VIDEO: ("video_url", "video", "
 _NOUNS = {IMAGE: "images", VIDEO: "videos"}
 PART_TYPES = {IMAGE: "image_url", VIDEO: "video_url"}
 """Content part types that error messages name."""
+_MEDIA = {
+    **dict.fromkeys(
+        IMAGE_TYPES,
+        ("images", "model takes no images; serve a vision model (docs/images.md)"),
+    ),
+    **dict.fromkeys(
+        VIDEO_TYPES,
+        ("videos", "model takes no videos; serve a model that does (docs/images.md)"),
+    ),
+    **dict.fromkeys(
+        ("input_audio", "audio_url", "audio"),
+        ("audio", "server takes no audio; send its words as text"),
+    ),
+}
+"""Medium and remedy by the type of a content part, for errors."""
+_ONLY_IN_ANSWERS = frozenset(("output_text", "thinking"))
+"""Types of earlier answers, which hold no media of any model."""
 MAX_UUID_CHARACTERS = 200
 _DETAILS = ("auto", "low", "high", "original")
 _SHOWN = 40
@@ -53,11 +71,11 @@ def kind_of(part: object) -> bytes | None:
     return next((kind for kind, name in PART_TYPES.items() if name in part), None)
 
 
-def media_source(part: Mapping[str, Any], where: str, param: str = "messages") -> MediaSource:
+def media_source(part: Mapping[str, Any], where: str) -> MediaSource:
     """The image or video of a content part. Raises UserError."""
 
     def bad(message: str) -> UserError:
-        return UserError(f"{where} {message}", param=param)
+        return UserError(f"{where} {message}", param=where)
 
     kind = kind_of(part)
     assert kind is not None, "the part has an image or a video"
@@ -83,14 +101,22 @@ def media_source(part: Mapping[str, Any], where: str, param: str = "messages") -
     return MediaSource(where, given, uuid=uuid or "", kind=kind)
 
 
-def wrong_type(given: str, where: str, taken: Sequence[str], param: str = "messages") -> UserError:
-    """The error for a content part of type `given` in a place that takes the types `taken`."""
+def wrong_type(given: str, where: str, taken: Sequence[str]) -> UserError:
+    """The error for a content part of type `given` in a place that takes the types `taken`. It says
+    what to do about images, videos and audio, and about a misspelt type."""
     *most, last = taken
     listed = f"{', '.join(most)} and {last}" if most else last
-    return UserError(
-        f"{where} has type {given[:_SHOWN]!r}, this model takes content of type {listed} here",
-        param=param,
-    )
+    text = f"{where} has type {given[:_SHOWN]!r}"
+    media = _MEDIA.get(given)
+    if media is None or media[0] in _nouns(taken) or not _ONLY_IN_ANSWERS.isdisjoint(taken):
+        text += f", this model takes content of type {listed} here{nearest(given, taken)}"
+    else:
+        text += f", and this {media[1]}"
+    return UserError(text, param=where)
+
+
+def _nouns(taken: Sequence[str]) -> set[str]:
+    return {_MEDIA[name][0] for name in taken if name in _MEDIA}
 
 
 def take_media(messages: Sequence[Any]) -> tuple[list[Message], list[MediaSource]]:

@@ -41,7 +41,7 @@ def chat_routes(state: AppState) -> APIRouter:
 
     @router.post(
         "/v1/chat/completions/input_tokens",
-        summary="Tokens of a conversation's prompt",
+        summary="Count the tokens of a conversation's prompt",
         openapi_extra=takes("ChatBody"),
     )
     async def count_chat_tokens(request: Request) -> Response:

@@ -49,7 +49,7 @@ def completion_routes(state: AppState) -> APIRouter:
 
     @router.post(
         "/v1/completions",
-        summary="Go on from a prompt",
+        summary="Continue texts or token ids",
         openapi_extra=takes("CompletionBody"),
         responses=GENERATES,
     )

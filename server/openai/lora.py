@@ -62,15 +62,18 @@ def lora_routes(state: AppState) -> APIRouter:
         adapter = await asyncio.to_thread(_adapter, folder, body)
         record = record_of(request.scope)
         client = record.owner or record.client
-        with CancelOnDisconnect(request.receive):
-            await state.client.control(LOAD_ADAPTER, adapter=adapter, client=client)
+        try:
+            with CancelOnDisconnect(request.receive):
+                await state.client.control(LOAD_ADAPTER, adapter=adapter, client=client)
+        except UserError as error:
+            raise UserError(error.message, param="lora_path", code=error.code) from None
         return json_response(
             {"message": f"Success: LoRA adapter '{body.lora_name}' added successfully."}
         )
 
     @router.post(
         "/v1/unload_lora_adapter",
-        summary="Serve an adapter no longer; requests that use it end as usual",
+        summary="Stop serving an adapter; requests that use it end as usual",
         openapi_extra=takes("UnloadAdapterBody"),
     )
     async def unload_lora_adapter(request: Request) -> Response:

@@ -15,14 +15,14 @@ def model_routes(state: AppState) -> APIRouter:
     """The routes, over `state`."""
     router = APIRouter(tags=["OpenAI"], responses=ANSWERS)
 
-    @router.get("/v1/models", summary="Models served here")
+    @router.get("/v1/models", summary="The models served here")
     async def list_models() -> Response:
         state.check_open()
         names = (*state.model_names, *state.client.adapters)
         data = [_entry(state, name) for name in names]
         return json_response({"object": "list", "data": data})
 
-    @router.get("/v1/models/{id:path}", summary="One model")
+    @router.get("/v1/models/{id:path}", summary="One served model")
     async def retrieve_model(id: str) -> Response:
         if not id:
             raise HTTPException(404)

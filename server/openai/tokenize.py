@@ -69,7 +69,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
 
     @router.get(
         "/tokenizer_info",
-        summary="Special tokens and chat template, for clients that tokenize here",
+        summary="Special tokens and chat template",
     )
     async def tokenizer_info() -> Response:
         state.check_open()

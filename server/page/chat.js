@@ -41,6 +41,7 @@ function draw() {
   const { messages } = chat;
   byId("messages").replaceChildren(...(messages.length ? messages.map(view) : [welcome()]));
   byId("title").textContent = messages.length ? chat.title : "";
+  for (const id of ["copy-curl", "copy-python"]) byId(id).disabled = !messages.length;
   byId("question").placeholder = pendingCall() ? `Result of ${pendingCall().function.name}` : "Message";
   drawList(chat.id);
 }

@@ -15,9 +15,9 @@ function figures({ load, lookups, padding_tokens, useful_tokens, graphs, compila
   const padding = sum(padding_tokens), computed = padding + sum(useful_tokens);
   return {
     running: count(load.running),
-    open: `sequences; ${count(load.open)} requests over HTTP`,
+    open: `sequences; ${count(load.open)} ${load.open === 1 ? "request" : "requests"} over HTTP`,
     waiting: count(load.waiting),
-    "waiting-tokens": `sequences; ${count(load.waiting_prompt_tokens)} prompt tokens`,
+    "waiting-tokens": `sequences; ${count(load.waiting_prompt_tokens)} prompt ${load.waiting_prompt_tokens === 1 ? "token" : "tokens"}`,
     kv: percent(load.blocks_used, load.blocks_total),
     "kv-blocks": `${count(load.blocks_used)} of ${count(load.blocks_total)} blocks`,
     hits: percent(hits, launches),

@@ -45,8 +45,11 @@ export class AnswerView {
     this.note = element("p", "", "note");
     this.stats = element("span", "", "quiet");
     this.foot = element("footer", "", "foot");
-    this.foot.append(this.stats, copyButton("Copy", "small", () => answer.content || this.calls.innerText));
-    if (retry) this.foot.append(button("Retry", "small retry", retry));
+    // One group: on a narrow page, all buttons go to the next line together.
+    const actions = element("span", "", "actions");
+    actions.append(copyButton("Copy", "small", () => answer.content || this.calls.innerText));
+    if (retry) actions.append(button("Retry", "small retry", retry));
+    this.foot.append(this.stats, actions);
     this.root.append(this.waiting, this.reasoning.root, this.text, this.calls, this.note, this.foot);
   }
 

@@ -51,9 +51,15 @@ function row(request) {
   made.append(...[
     new Date(request.ended * 1000).toLocaleTimeString(), request.route, seconds(request.ttft_s), seconds(request.seconds),
     count(request.prompt_tokens), count(request.output_tokens), rate(request.output_tokens - 1, decoding),
-    request.end || `${request.status}`,
+    endOf(request),
   ].map((text) => element("td", text)));
   return made;
+}
+
+// The ends of all choices in words, or the status of a refused request.
+function endOf(request) {
+  const end = request.end.split(",").map((word) => (word === "abort" ? "stopped by the client" : word)).join(", ");
+  return end || `${request.status}`;
 }
 
 function emptyRow(text) {

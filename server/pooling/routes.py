@@ -185,7 +185,7 @@ def pooling_routes(state: AppState) -> APIRouter:
         (
             create_pooling,
             ("/pooling",),
-            "What a pooling model makes of texts",
+            "The output of a pooling model",
             ("PoolBody", "PoolChatBody"),
         ),
         (classify, ("/classify",), "Classes of texts", ("ClassifyBody", "ClassifyChatBody")),
@@ -193,7 +193,7 @@ def pooling_routes(state: AppState) -> APIRouter:
         (
             rerank,
             ("/rerank", "/v1/rerank", "/v2/rerank"),
-            "Documents by how well they answer a query",
+            "Documents ranked by relevance to a query",
             ("RerankBody",),
         ),
     ):

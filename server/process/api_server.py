@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, EngineDied
+from config.errors import ConfigError, EngineDied, counted
 from config.fair_threads import FairThreads
 from config.log import LimitedWarning
 from config.malloc import map_large_blocks, trim_memory
@@ -343,7 +343,12 @@ class ApiServer:
         if others:
             count = len(client.queues)
             self.state.metrics.requests_resumed(client.engine, count)
-            logger.warning("%d requests of engine %d go on in others", count, client.engine)
+            logger.warning(
+                "%s of engine %d %s on in others",
+                counted(count, "request"),
+                client.engine,
+                "goes" if count == 1 else "go",
+            )
 
     def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
         """Count and log the recovery of an engine."""
@@ -351,10 +356,10 @@ class ApiServer:
         metrics.requests_resumed(client.engine, count)
         metrics.engine_restored(client.engine, pause.seconds)
         logger.warning(
-            "%s is back after %.1f s and goes on with %d requests: %s",
+            "%s is back after %.1f s and goes on with %s: %s",
             "the engine" if len(self._client.engines) == 1 else f"engine {client.engine}",
             pause.seconds,
-            count,
+            counted(count, "request"),
             pause.cause.message,
         )
 
@@ -664,6 +669,8 @@ class ApiServer:
             logger.error("the server stops, because the engine ended: %s", last.failure)
         await asyncio.sleep(UNHEALTHY_S)
         await self._wait_for_requests(RESPONSE_GRACE_S)
+        if self._client.has_profile:
+            return 0
         return WRONG_SETTING if self._client.is_misconfigured else FAILED
 
     async def _drain(self) -> int:
@@ -671,9 +678,8 @@ class ApiServer:
         timeout_s = self.state.config.shutdown_timeout_s
         num_requests = len(self.state.active_requests)
         logger.info(
-            "stopping: %d request%s may finish within %g s%s",
-            num_requests,
-            "" if num_requests == 1 else "s",
+            "stopping: %s may finish within %g s%s",
+            counted(num_requests, "request"),
             timeout_s,
             SECOND_INTERRUPT if self._is_interrupt else "",
         )

@@ -10,7 +10,7 @@ from types import FrameType
 from config.engine import EngineConfig
 from config.loading.env import data_parallel_token
 from config.server import ServerConfig
-from engine.client.launcher import EngineProcesses, SocketDirectory
+from engine.client.launcher import PROFILE_EXIT, EngineProcesses, SocketDirectory
 from server.process.api_server import FAILED, WRONG_SETTING
 from server.process.model_download import (
     DownloadProgress,
@@ -104,5 +104,7 @@ def _watch(
         # A process that exits with a positive code has logged the reason.
         level = logging.INFO if any((code or 0) > 0 for code in codes) else logging.ERROR
         logger.log(level, "%s, %d of %d engines of this host go on", event, num_left, len(codes))
+        if not num_left and PROFILE_EXIT in codes:
+            return 0
         if not num_left:
             return WRONG_SETTING if WRONG_SETTING in codes else FAILED

@@ -8,6 +8,8 @@ import stat
 
 from config.errors import ConfigError
 
+_MAX_PORT = 65535
+
 
 def bind(host: str, port: int, *, shared: bool) -> socket.socket:
     """Bind the address of this server. Raises ConfigError if it is not available.
@@ -37,7 +39,10 @@ def bind_port(host: str, port: int, *, shared: bool) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        hint = "; name another port by --port" if error.errno == errno.EADDRINUSE else ""
+        hint = ""
+        if error.errno == errno.EADDRINUSE:
+            other = port + 1 if port < _MAX_PORT else port - 1
+            hint = f"; take another port: --port {other}, or make serve PORT={other}"
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from error
     return sock
 

@@ -24,12 +24,13 @@ import uvloop
 
 from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, ProfileWritten
 from config.loading.env import data_parallel_token
 from config.log import setup as setup_log
 from config.server import ServerConfig
 from config.whole_files import write_whole
 from engine.client.launcher import (
+    PROFILE_EXIT,
     ChildProcess,
     EngineProcesses,
     ProcessEnd,
@@ -112,6 +113,8 @@ def serve(
             with listener:
                 supervisor = Supervisor(engine_config, server_config, directory.path, token)
                 code = supervisor.run(download)
+            if code == 0:
+                logger.info("stopped")
     finally:
         has_stopped = download.close()
         directory.close()
@@ -132,6 +135,8 @@ def main() -> None:
     listener = bind_port(config.host, config.port, shared=True)
     try:
         code = uvloop.run(_run_api_server(args, listener))
+    except ProfileWritten:
+        code = ENGINE_GONE
     except ConfigError as error:
         logger.error("%s", error)
         sys.exit(WRONG_SETTING)
@@ -147,7 +152,8 @@ async def _run_api_server(args: ApiServerArgs, listener: socket.socket) -> int:
     following = asyncio.create_task(_follow_download(args.download_path, api_server))
     try:
         code = await api_server.run(listener)
-        return ENGINE_GONE if code == FAILED and api_server.has_no_engine else code
+        # With status 0, the engine has written a profile and ended.
+        return ENGINE_GONE if code in (0, FAILED) and api_server.has_no_engine else code
     finally:
         following.cancel()
 
@@ -221,6 +227,8 @@ def _serve_in_process(
     if end_reason:
         # Whoever started the server finds the reason in the last line.
         print(f"gaudiserve: {end_reason}", file=sys.stderr, flush=True)
+    elif code == 0:
+        logger.info("stopped")
     return code
 
 
@@ -425,6 +433,8 @@ class Supervisor:
             # for a drain.
             self._stop_engines()
             self._close(children, RESPONSE_GRACE_S + 1)
+            if any(process.poll() == PROFILE_EXIT for process in processes):
+                return 0
             is_misconfigured = any(process.poll() == WRONG_SETTING for process in processes)
             return WRONG_SETTING if is_misconfigured else FAILED
         if event == signal.SIGINT:

@@ -466,7 +466,9 @@ async def sse_frames(job: ServingRequest, writer: ChunkWriter) -> AsyncIterator[
     except Exception as error:  # process border: after status 200 an error can only be an event
         if isinstance(error, EngineDied):
             error = EngineFailed(str(error))
-        yield await writer.failing(fault_of(error))
+        fault = fault_of(error)
+        job.tracker.set_error(fault)
+        yield await writer.failing(fault)
 
 
 async def collect_choices(job: ServingRequest, request: Request) -> list[ChoiceOutput]:

@@ -9,6 +9,7 @@ from config.errors import DeadlineExceeded, Overloaded
 from config.params.sampling import SamplingParams
 from server.generation.outputs import Delta, StreamT
 from server.http.access_log import RequestRecord
+from server.http.errors import Fault
 from server.metrics.requests import RequestMetrics
 from server.serving.timeouts import RequestTimeout
 
@@ -106,6 +107,10 @@ class RequestTracker(Generic[StreamT]):
         if not self._is_closed and self._num_open:
             self._cancel_reason = reason
             self.stream.abort()
+
+    def set_error(self, fault: Fault) -> None:
+        """Keep the error of a stream for its log line."""
+        self._record.set_error(fault.status, fault.message, fault.param)
 
     def close(self) -> None:
         """Abort unfinished sequences, and write the request's record and metrics."""

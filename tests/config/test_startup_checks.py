@@ -14,7 +14,7 @@ from tiny_models import make_tiny
 
 from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, SettingError
 from config.model.read_config import read_model_config
 from config.parallel import ParallelConfig
 from config.params.speculation import SpeculationConfig
@@ -138,7 +138,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_with_the_sizes_that_do(
         check(2, enable_expert_parallel=True)
     check(1, enable_expert_parallel=True)
     pooling = str(make_pooling("bert", tmp_path))
-    with pytest.raises(ConfigError, match=r"query heads, and 3 "):
+    with pytest.raises(SettingError, match=r"query heads, and 3 "):
         check_checkpoint(
             EngineConfig(pooling, parallel=ParallelConfig(tensor_parallel_size=3)), pooling
         )

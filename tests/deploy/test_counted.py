@@ -73,8 +73,9 @@ def test_errors_and_the_exit_status_of_the_command_are_passed_on() -> None:
             "downloading torch",
         ),
         ("  Downloading uvicorn-0.54.0-py3-none-any.whl (1 MB)", "downloading uvicorn"),
-        ("  Using cached h11-0.16.0-py3-none-any.whl", "reading h11"),
-        ("Obtaining file:///home/user/gaudiserve", "reading file:///home/user/gaudiserve"),
+        ("  Using cached h11-0.16.0-py3-none-any.whl", "taking h11 from the cache"),
+        ("Obtaining file:///home/user/gaudiserve", "preparing the package of this folder"),
+        ("Processing ./wheels/h11-0.16.0-py3-none-any.whl", "reading h11"),
         (
             "Installing collected packages: sortedcontainers, mpmath, uvloop",
             "installing 3 packages",
@@ -123,7 +124,14 @@ def test_packages_are_counted_while_pip_installs_them(tmp_path: Path) -> None:
     (packages / "a-1.dist-info").mkdir()
     (packages / "b-1.dist-info").mkdir()
     counter.show()
+    (packages / "b-1.dist-info").rmdir()
+    counter.show()
+    for name in ("b", "c"):
+        (packages / f"{name}-2.dist-info").mkdir()
+    counter.show()
 
-    assert out.getvalue() == (
-        "pip, 0 s: installing 3 packages, 0 done\npip, 0 s: installing 3 packages, 2 done\n"
-    )
+    assert out.getvalue().splitlines() == [
+        "pip, 0 s: installing 3 packages, 0 done, now a",
+        *["pip, 0 s: installing 3 packages, 2 done, now c"] * 2,
+        "pip, 0 s: installing 3 packages, 3 done",
+    ]

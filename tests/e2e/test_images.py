@@ -287,7 +287,7 @@ def test_a_chat_with_a_video_gives_the_tokens_of_transformers(
         # Its processor writes 256 tokens for an image, this tower makes 16 embeddings.
         ("got_ocr2", 500, "logits of output token 1 were not numbers"),
         ("ovis2", 400, "the model takes 0"),
-        ("idefics2", 400, "this model takes content of type text"),
+        ("idefics2", 400, "this model takes no images"),
     ],
 )
 def test_an_image_that_a_model_in_no_list_cannot_take_ends_its_request_alone(
@@ -367,7 +367,7 @@ def test_a_request_with_an_image_goes_on_behind_a_killed_engine(live: LiveServer
     expected = tokens(kills=False)
 
     assert tokens(kills=True) == expected and len(expected) == 350
-    assert "goes on with 1 requests" in live.text()
+    assert "goes on with 1 request" in live.text()
 
 
 def shared_folder(pid: int) -> Path:

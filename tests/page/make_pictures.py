@@ -26,8 +26,10 @@ def opened(browser: Browser, url: str, size: tuple[int, int], scheme: str) -> Pa
 
 def main() -> None:
     """Write the pictures into docs/."""
-    with serving(reasoning_parser="qwen3", served_model_names=("demo",)) as server:
-        server.answer(THINKS + MARKDOWN, pace_s=0.005)
+    # The answer is written by a script: no model that this project serves is named.
+    names = ("your-model",)
+    with serving(context=8192, reasoning_parser="qwen3", served_model_names=names) as server:
+        server.answer(THINKS + MARKDOWN, pace_s=0.03)
         with chromium() as browser:
             page = opened(browser, server.url, DESK, "light")
             page.screenshot(path=DOCS / "page.png")

@@ -111,9 +111,9 @@ class PageServer:
 
 
 @contextlib.contextmanager
-def serving(**config: Any) -> Iterator[PageServer]:
+def serving(*, context: int = 100_000, **config: Any) -> Iterator[PageServer]:
     """A server whose model thinks and calls tools, until the end of the block."""
-    client = PageClient(max_model_len=100_000)
+    client = PageClient(max_model_len=context)
     found: list[PageServer] = []
     config = {"chat_template": THINKING_TEMPLATE, "tool_call_parser": "hermes", **config}
 

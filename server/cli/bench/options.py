@@ -62,6 +62,11 @@ def bench_parser() -> Parser:
         usage="gaudiserve bench serve [flags]",
         description=DESCRIPTION,
     )
+    parser.examples = (
+        "gaudiserve bench serve --num-prompts 100 --max-concurrency 8",
+        "gaudiserve bench serve --random-input-len 1024 --random-output-len 128 --request-rate 4",
+        "gaudiserve bench serve --base-url http://host:8000 --json report.json",
+    )
     parser.absence = partial(absence, rows=_ABSENT)
     add = parser.add_argument_group("Server").add_argument
     add("--host", default="127.0.0.1", help="[%(default)s]")

@@ -151,7 +151,9 @@ def _resolved(items: list[Item], ids: list[str], entries: list[StoredResponse]) 
     num_bytes = 0
     for item_id in ids:
         if item_id not in encoded:
-            raise NotFound(f"There is no item {item_id[:_SHOWN]!r}, or no longer.", param="input")
+            raise NotFound(
+                f"Item {item_id[:_SHOWN]!r} is not stored, or is no longer stored.", param="input"
+            )
         num_bytes += len(bytes(encoded[item_id]))
     _check_bytes(num_bytes, "the items that input references have", "input")
     found = {item_id: decode_json(bytes(item)) for item_id, item in encoded.items()}

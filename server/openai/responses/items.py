@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from config.errors import UserError, value_text, wrong_field
+from config.errors import error_at_path, value_text, wrong_field
 from server.http.body_bounds import MAX_MESSAGES, MAX_PARTS
 from server.multimodal.messages import IMAGE
 from server.openai.schema.chat import part_text
@@ -58,9 +58,9 @@ def read_items(given: Any, number: str, kinds: Collection[bytes] = ()) -> list[I
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
-        raise _bad(f"input is {value_text(given)}, it must be a string or a list of items")
+        raise error_at_path(f"input is {value_text(given)}, it must be a string or a list of items")
     if len(given) > MAX_MESSAGES:
-        raise _bad(f"input has {len(given)} items, at most {MAX_MESSAGES} are taken")
+        raise error_at_path(f"input has {len(given)} items, at most {MAX_MESSAGES} are taken")
     taken = ("input_text", "input_image") if IMAGE in kinds else ("input_text",)
     return [
         _read(item, f"input[{place}]", f"in{place}", number, taken)
@@ -91,20 +91,20 @@ def _is_ignored_item(item: Any) -> bool:
 
 def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]) -> Item:
     if not isinstance(item, dict):
-        raise _bad(f"{where} is {value_text(item)}, it must be an object")
+        raise error_at_path(f"{where} is {value_text(item)}, it must be an object")
     # Only a missing type means message; {} and "" are invalid types.
     kind = "message" if item.get("type") is None else item["type"]
     if is_reference(item):
         kind = "item_reference"
     given_id = item.get("id")
     if not isinstance(given_id, (str, type(None))):
-        raise _bad(wrong_field(item, "id", where, "a string"))
+        raise error_at_path(wrong_field(item, "id", where, "a string"))
     if kind == "item_reference":
         if not given_id:
-            raise _bad(wrong_field(item, "id", where, "the id of an item"))
+            raise error_at_path(wrong_field(item, "id", where, "the id of an item"))
         return {"type": kind, "id": given_id}
     if not isinstance(kind, str) or kind not in PREFIXES:
-        raise _bad(
+        raise error_at_path(
             f"{where} has type {str(kind)[:_SHOWN]!r}, it must be one of {', '.join(PREFIXES)} or "
             "item_reference"
         )
@@ -123,7 +123,7 @@ def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]
 def _message(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     role = item.get("role")
     if role not in ROLES:
-        raise _bad(wrong_field(item, "role", where, f"one of {', '.join(ROLES)}"))
+        raise error_at_path(wrong_field(item, "role", where, f"one of {', '.join(ROLES)}"))
     taken = _OURS if role == "assistant" else taken
     content = item.get("content")
     if isinstance(content, str):
@@ -131,9 +131,11 @@ def _message(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     if role == "assistant":
         content = content or []
     if not isinstance(content, list):
-        raise _bad(wrong_field(item, "content", where, "a string or a list of parts"))
+        raise error_at_path(wrong_field(item, "content", where, "a string or a list of parts"))
     if len(content) > MAX_PARTS:
-        raise _bad(f"{where}.content has {len(content)} parts, at most {MAX_PARTS} are taken")
+        raise error_at_path(
+            f"{where}.content has {len(content)} parts, at most {MAX_PARTS} are taken"
+        )
     parts = [
         _part(part, f"{where}.content[{i}]", taken)
         for i, part in enumerate(content)
@@ -145,15 +147,17 @@ def _message(item: Item, where: str, taken: tuple[str, ...]) -> Item:
 def _part(part: Any, where: str, taken: tuple[str, ...]) -> Item:
     if "input_image" in taken and isinstance(part, dict) and part.get("type") == "input_image":
         if part.get("file_id") is not None:
-            raise _bad(f"{where} has a file_id, this server keeps no files: send an image_url")
+            raise error_at_path(
+                f"{where} has a file_id, this server keeps no files: send an image_url"
+            )
         if not isinstance(part.get("image_url"), str):
-            raise _bad(wrong_field(part, "image_url", where, "a string"))
+            raise error_at_path(wrong_field(part, "image_url", where, "a string"))
         return {
             "type": "input_image",
             "image_url": part["image_url"],
             "detail": part.get("detail") or "auto",
         }
-    kind, text = part_text(part, where, taken, "input")
+    kind, text = part_text(part, where, taken)
     if kind == "refusal":
         return {"type": kind, "refusal": text}
     if taken == _OURS:
@@ -167,7 +171,7 @@ def _call(item: Item, where: str, field: str) -> Item:
     fields = {name: item.get(name) for name in ("call_id", "name")}
     for name, value in fields.items():
         if not isinstance(value, str) or not value:
-            raise _bad(wrong_field(item, name, where, "a string that is not empty"))
+            raise error_at_path(wrong_field(item, name, where, "a string that is not empty"))
     given = item.get(field)
     fields[field] = given if isinstance(given, str) else msgspec.json.encode(given).decode()
     if isinstance(item.get("namespace"), str) and item["namespace"]:
@@ -180,11 +184,11 @@ def _output(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     # A tool may give nothing.
     output = item.get("output") or ""
     if not isinstance(call_id, str) or not call_id:
-        raise _bad(wrong_field(item, "call_id", where, "a string that is not empty"))
+        raise error_at_path(wrong_field(item, "call_id", where, "a string that is not empty"))
     if isinstance(output, list):
         output = [_part(part, f"{where}.output[{i}]", taken) for i, part in enumerate(output)]
     elif not isinstance(output, str):
-        raise _bad(wrong_field(item, "output", where, "a string or a list of parts"))
+        raise error_at_path(wrong_field(item, "output", where, "a string or a list of parts"))
     return {"call_id": call_id, "output": output, "status": "completed"}
 
 
@@ -195,7 +199,7 @@ def _reasoning(item: Item, where: str) -> Item:
         if isinstance(parts, str):
             parts = [{"text": parts}]
         if not isinstance(parts, list):
-            raise _bad(wrong_field(item, name, where, "a list of parts"))
+            raise error_at_path(wrong_field(item, name, where, "a list of parts"))
         texts = [part.get("text") for part in parts if isinstance(part, dict)]
         fields[name] = [{"type": kind, "text": text} for text in texts if isinstance(text, str)]
     if not fields["content"] and (text := hidden_reasoning(item.get("encrypted_content"))):
@@ -205,7 +209,3 @@ def _reasoning(item: Item, where: str) -> Item:
 
 def _status(item: Item) -> str:
     return "incomplete" if item.get("status") == "incomplete" else "completed"
-
-
-def _bad(message: str) -> UserError:
-    return UserError(message, param="input")

@@ -62,7 +62,10 @@ def response_routes(state: AppState) -> APIRouter:
 
 def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore) -> None:
     @router.post(
-        ROUTE, summary="Respond to items", openapi_extra=takes("ResponseBody"), responses=GENERATES
+        ROUTE,
+        summary="Respond to items, and store the response",
+        openapi_extra=takes("ResponseBody"),
+        responses=GENERATES,
     )
     async def create_response(request: Request) -> Response:
         read = await _read(state, request)
@@ -117,7 +120,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
 
     @router.post(
         f"{ROUTE}/input_tokens",
-        summary="Tokens of the input of a response",
+        summary="Count the tokens of the prompt of a response",
         openapi_extra=takes("ResponseBody"),
     )
     async def count_response_tokens(request: Request) -> Response:
@@ -139,7 +142,7 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
 
     @router.get(
         path,
-        summary="A response that is kept; with `stream`, the events of one made in the background",
+        summary="A stored response; with `?stream=true` its events",
         responses=GENERATES,
     )
     async def get_response(
@@ -171,14 +174,14 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
         on_close = partial(store.followers.remove, entry.id, client)
         return _stream_stored(state, store, entry, after, on_close)
 
-    @router.delete(path, summary="Keep a response no longer")
+    @router.delete(path, summary="Delete a stored response")
     async def delete_response(request: Request, response_id: str) -> Response:
         if (peer := state.peers.peer_of(number_of(response_id))) is not None:
             return ForwardedResponse(peer, request)
         store.remove(_entry(store, request, response_id))
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    @router.post(f"{path}/cancel", summary="End a response that is made in the background")
+    @router.post(f"{path}/cancel", summary="Cancel a background response")
     async def cancel_response(request: Request, response_id: str) -> Response:
         if (peer := state.peers.peer_of(number_of(response_id))) is not None:
             return ForwardedResponse(peer, request)
@@ -189,7 +192,7 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
             await entry.running.cancel()
         return await _stored_answer(entry)
 
-    @router.get(f"{path}/input_items", summary="What a response was made from, page by page")
+    @router.get(f"{path}/input_items", summary="The input items of a response, in pages")
     async def list_input_items(
         request: Request,
         response_id: str,

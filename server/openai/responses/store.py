@@ -221,7 +221,9 @@ class ResponseStore:
         """The response. Raises NotFound, with the same text for an unknown response and for a
         response of another owner."""
         if not (found := self.find([response_id], owner)):
-            raise NotFound(f"There is no response {response_id[:_SHOWN]!r}, or no longer.")
+            raise NotFound(
+                f"Response {response_id[:_SHOWN]!r} is not stored, or is no longer stored."
+            )
         return found[0]
 
     def find(self, response_ids: Iterable[str], owner: str) -> list[StoredResponse]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
-from config.errors import UserError, value_text, wrong_field
+from config.errors import UserError, error_at_path, value_text, wrong_field
 from config.params.sampling import MAX_LOGPROBS
 from config.params.structured_output import GrammarSpec
 from server.http.body_bounds import (
@@ -298,29 +298,29 @@ def check_messages(messages: list[Any], kinds: Collection[bytes] = ()) -> None:
     """Raise UserError for messages that no template could render. Text is never refused; images and
     videos are unless they are among `kinds`."""
     if not messages:
-        raise _bad("messages is an empty list, it must have at least 1 message")
+        raise error_at_path("messages is an empty list, it must have at least 1 message")
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]", kinds)
 
 
 def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
     if not isinstance(message, dict):
-        raise _bad(f"{where} is {value_text(message)}, it must be an object")
+        raise error_at_path(f"{where} is {value_text(message)}, it must be an object")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise _bad(wrong_field(message, "role", where, "a string such as 'user'"))
+        raise error_at_path(wrong_field(message, "role", where, "a string such as 'user'"))
     content = message.get("content")
     calls = message.get("tool_calls")
     if calls is not None:
         _check_calls(calls, f"{where}.tool_calls")
     for field in ("name", "tool_call_id"):
         if not isinstance(message.get(field), str | None):
-            raise _bad(wrong_field(message, field, where, "a string"))
+            raise error_at_path(wrong_field(message, field, where, "a string"))
     # vLLM takes messages without content and results of tools without an id, too.
     if content is None or isinstance(content, str):
         return
     if not isinstance(content, list):
-        raise _bad(wrong_field(message, "content", where, "a string or a list of parts"))
+        raise error_at_path(wrong_field(message, "content", where, "a string or a list of parts"))
     _check_many(content, f"{where}.content")
     taken = ("text", *(PART_TYPES[kind] for kind in kinds))
     for number, part in enumerate(content):
@@ -333,40 +333,30 @@ def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
 
 def _check_many(entries: list[Any], where: str) -> None:
     if len(entries) > MAX_PARTS:
-        raise _bad(f"{where} has {len(entries)} entries, at most {MAX_PARTS} are taken")
+        raise error_at_path(f"{where} has {len(entries)} entries, at most {MAX_PARTS} are taken")
 
 
-def part_text(
-    part: Any,
-    where: str,
-    taken: Sequence[str],
-    param: str = "messages",
-) -> tuple[str, str]:
+def part_text(part: Any, where: str, taken: Sequence[str]) -> tuple[str, str]:
     """Type and text of a content part. Raises UserError for a part without text. `taken`: part
     types that are accepted at `where`, for the error."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
-        raise UserError(untyped(part, where, taken[0]), param=param)
+        raise error_at_path(untyped(part, where, taken[0]))
     if kind not in TEXT_PARTS:
-        raise wrong_type(kind, where, taken, param)
+        raise wrong_type(kind, where, taken)
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
-        message = wrong_field(part, TEXT_PARTS[kind], where, "a string")
-        raise UserError(message, param=param)
+        raise error_at_path(wrong_field(part, TEXT_PARTS[kind], where, "a string"))
     return kind, text
 
 
 def _check_calls(calls: Any, where: str) -> None:
     if not isinstance(calls, list):
-        raise _bad(f"{where} is {value_text(calls)}, it must be a list")
+        raise error_at_path(f"{where} is {value_text(calls)}, it must be a list")
     _check_many(calls, where)
     for number, call in enumerate(calls):
         if is_ignored_call(call):
             continue
         function = call.get("function") or call.get("custom") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _bad(f"{where}[{number}] has no function.name, it must be a string")
-
-
-def _bad(message: str) -> UserError:
-    return UserError(message, param="messages")
+            raise error_at_path(f"{where}[{number}] has no function.name, it must be a string")

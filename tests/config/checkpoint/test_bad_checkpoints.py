@@ -110,7 +110,10 @@ BAD: dict[str, tuple[Spoil, str]] = {
         partial(_pickle, name="consolidated.00.pt"),
         "{folder} has its weights only as pickles (consolidated.00.pt)",
     ),
-    "no config": (lambda folder: (folder / CONFIG).unlink(), "{folder} has no config.json"),
+    "no config": (
+        lambda folder: (folder / CONFIG).unlink(),
+        "{folder} has no config.json: download config.json too",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from tiny_models import make_tiny
 
 from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, ProfileWritten
 from config.execution import EmulatorSettings, ExecutionConfig
 from hpu.worker.worker import Worker
 
@@ -116,7 +116,8 @@ def test_the_named_launches_are_profiled_instead_of_serving(
     )
     worker = Worker(config)
 
-    with pytest.raises(ConfigError, match=re.escape(f"the profile is in {path}: to serve, start")):
+    words = re.escape(f"the profile is in {path}: to serve, start")
+    with pytest.raises(ProfileWritten, match=words):
         worker.start(lambda progress: None)
 
     worker.close()

@@ -481,7 +481,10 @@ def says(*blocks: Any) -> dict[str, Any]:
             "messages[0].content[0].type is missing, it must be a string",
         ),
         (says({"type": "text"}), ".text is missing, it must be"),
-        (says({"type": "image", "source": {}}), "takes content of type text and tool_result here"),
+        (
+            says({"type": "image", "source": {}}),
+            "and this model takes no images; serve a vision model",
+        ),
         (says({"type": "document"}), "has type 'document', this model takes content of type text"),
         (says({"type": "search_result"}), "'search_result'"),
         ({"messages": result(content=[{"type": "image"}])}, "content[0].content[0]"),

@@ -125,7 +125,7 @@ async def test_tokens_of_a_conversation_are_those_that_a_chat_is_billed() -> Non
 
         assert counted["count"] == usage["prompt_tokens"]
         assert counted["tokens"] == rig.client.queues[0].prompt
-        assert bad.json()["error"]["param"] == "messages"
+        assert bad.json()["error"]["param"] == "messages[0].content"
         assert neither.json()["error"]["param"] == "prompt"
 
 
@@ -281,9 +281,11 @@ async def test_health_answers_while_millions_of_tokens_are_detokenized() -> None
 def test_a_port_that_is_taken_is_refused_even_if_it_could_be_shared(free_port: int) -> None:
     with bind("127.0.0.1", free_port, shared=True) as first:
         first.listen()
+        other = free_port + 1
         with pytest.raises(
             Exception,
-            match=rf"cannot listen on 127.0.0.1:{free_port}: .*; name another port by --port",
+            match=rf"cannot listen on 127.0.0.1:{free_port}: .*; take another port: "
+            f"--port {other}, or make serve PORT={other}",
         ):
             bind("127.0.0.1", free_port, shared=True)
     assert ServerConfig().port == 8000

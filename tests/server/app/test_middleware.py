@@ -9,6 +9,7 @@ from http_rig import TalkingClient, in_memory, on_port
 from starlette.types import Receive, Scope, Send
 
 from server.app.middleware import FastRouter
+from server.http.access_log import RequestRecord
 from server.http.pacing import MAX_PER_ITERATION
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
@@ -156,6 +157,49 @@ async def test_a_generating_request_has_one_line_with_its_numbers(
         ):
             assert part in line
         assert "hi" not in line.split()
+
+
+async def test_the_line_of_a_refused_request_says_why_without_its_values(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "server.http.access_log")
+    async with in_memory() as rig:
+        await rig.post("/v1/completions", {"prompt": "hi", "temperature": "a \"private\" 'text'"})
+        await rig.post("/v1/completions", {"prompt": "hi", "model": "llama"})
+        await rig.post("/v1/completions", {"prompt": "hi", "seeed": 1})
+        await rig.http.get("/v2/models")
+
+        lines = [record.getMessage().partition("client=")[2] for record in caplog.records]
+        fields = [vars(record)["fields"] for record in caplog.records]
+    wrong, unknown, ignored, route = (line.partition(" ")[2] for line in lines)
+    assert wrong == "error=\"temperature is '...', it must be a number\" param=temperature"
+    assert unknown.startswith('error="The model `llama` does not exist')
+    assert ignored == 'ignored="seeed"'
+    assert route.startswith('error="There is no route /v2/models.')
+    assert fields[0]["param"] == "temperature" and "private" not in str(fields[0])
+    assert fields[2]["ignored"] == "seeed" and "error" not in fields[2]
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "kept"),
+    [
+        (400, "This model's limit is 9, 'x\\'y' isn't", "This model's limit is 9, '...' isn't"),
+        (400, "x is 'open", "x is '...'"),
+        (404, "There is no 'a'", "There is no 'a'"),
+        (503, "engine 'a' is gone", "engine 'a' is gone"),
+        (400, "a" * 300, "a" * 200 + "..."),
+    ],
+)
+def test_an_error_in_the_log_is_short_and_quotes_no_request(
+    status: int, message: str, kept: str
+) -> None:
+    async def send(_: object) -> None: ...
+
+    record = RequestRecord("id", "POST", "/", "-", send=send)
+
+    record.set_error(status, message)
+
+    assert record.error == kept
 
 
 async def test_the_access_log_has_a_line_but_for_the_probes(

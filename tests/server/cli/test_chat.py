@@ -6,7 +6,7 @@ from server.cli.chat import unknown_command
 
 
 def test_an_unknown_command_is_refused_with_the_known_commands() -> None:
-    said = "unknown command /foo; commands: /clear, /system TEXT, /exit, /quit"
+    said = "unknown command /foo; commands: /clear, /system TEXT, /help, /exit, /quit"
 
     assert unknown_command("/foo") == said
 

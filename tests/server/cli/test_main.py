@@ -13,6 +13,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.server import ServerConfig
 from config.version import VERSION
+from server.cli.chat import chat_parser
 from server.cli.main import COMMANDS, check_early, main
 
 ROOT = Path(__file__).parents[3]
@@ -162,6 +163,31 @@ def test_config_prints_each_value_with_its_source(capsys: pytest.CaptureFixture[
 
 def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
+
+
+def test_config_says_how_an_abbreviation_was_read(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["config", "--max-num-seq", "8"])
+
+    assert any("--max-num-seqs" in record.getMessage() for record in caplog.records)
+    assert "max-num-seqs" in capsys.readouterr().out
+
+
+def test_help_about_an_unknown_word_lists_the_groups_of_settings() -> None:
+    with pytest.raises(ConfigError, match=r"groups: Files, Model, ") as refused:
+        chat_parser().format_help_about("zzz")
+
+    assert "options" not in str(refused.value)
+
+
+def test_bench_help_is_the_help_of_its_only_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: gaudiserve bench serve [flags]")
+    assert "examples:\n  gaudiserve bench serve" in shown
 
 
 def test_config_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

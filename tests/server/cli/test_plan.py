@@ -37,6 +37,16 @@ def test_a_plan_needs_a_config_alone(
     assert set(told["sequences"]) == {"100", "512"}
 
 
+def test_a_number_of_cards_is_the_tensor_parallel_size(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["plan", str(config_file), "--cards", "2"])
+
+    told = capsys.readouterr().out
+    assert status == 0
+    assert " 2 cards;" in told and " million parameters" in told
+
+
 def test_a_mixture_of_experts_is_planned_from_a_config_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,16 +52,16 @@ def test_a_preset_is_a_config_file_whose_plan_fits(
     assert main(["presets", folder, "--device", device, "--cards", str(cards)]) == 0
     text = capsys.readouterr().out
     (tmp_path / "preset.yaml").write_text(text)
-    loaded = load(["--config", str(tmp_path / "preset.yaml"), "--model", folder], environ={})
+    loaded = load(["--config", str(tmp_path / "preset.yaml")], environ={})
     # The plan of those settings agrees: they fit, and hold the sequences that they allow.
     status = main(
-        ["plan", "--config", str(tmp_path / "preset.yaml"), "--model", folder,
-         "--device", device, "--json"]
+        ["plan", "--config", str(tmp_path / "preset.yaml"), "--device", device, "--json"]
     )  # fmt: skip
     plan = json.loads(capsys.readouterr().out)
 
     settings = yaml.safe_load(text)
-    assert tuple(settings) == KEYS
+    assert tuple(settings) == ("model", "device", *KEYS)
+    assert (loaded.engine.model, loaded.engine.device) == (folder, "hpu")
     assert all(loaded.sources[key][1] != "default" for key in KEYS)
     assert status == 0
     assert plan

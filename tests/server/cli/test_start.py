@@ -6,7 +6,7 @@ import pytest
 
 from config.checkpoint.model_name import default_names
 from config.engine import EngineConfig
-from config.errors import CheckpointError, ConfigError
+from config.errors import CheckpointError, ConfigError, SettingError
 from config.params.lora import LoRAConfig
 from config.progress import Report, unreported
 from config.server import ServerConfig
@@ -41,6 +41,21 @@ def test_a_missing_adapter_is_named_with_its_flag_before_anything_starts(tmp_pat
 
     with pytest.raises(ConfigError, match=f"--lora-modules a={tmp_path}/nosuch: no such file or"):
         start.resolve_checkpoint(engine, ServerConfig(), unreported)
+
+
+def test_a_flag_that_the_model_does_not_allow_is_no_fault_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Exit status 2: another value of the flag helps."""
+
+    def refuse(_: EngineConfig, folder: str) -> None:
+        raise SettingError(f"--max-model-len is 5000, {folder} takes 512")
+
+    monkeypatch.setattr(start, "resolve", lambda *_, **__: "/cache/folder")
+    monkeypatch.setattr(start, "check_checkpoint", refuse)
+
+    with pytest.raises(SettingError, match="5000, demo takes 512"):
+        start._checked(EngineConfig(model="demo"), ServerConfig(), unreported)
 
 
 def test_a_converted_model_is_named_as_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:

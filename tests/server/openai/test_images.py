@@ -229,7 +229,7 @@ async def test_a_wrong_image_is_refused_and_the_reason_told(
     error = answer.json()["error"]
     assert why in error["message"]
     assert error["message"].startswith("messages[0].content[1]")
-    assert error["param"] == "messages"
+    assert error["param"] == "messages[0].content[1]"
     assert not rig.client.queues
 
 
@@ -263,13 +263,16 @@ async def test_other_parts_are_refused_with_the_types_that_the_model_takes(
         f"input{sent} input_text and input_image here",
         f"messages{sent} text, image and tool_result here",
     ]
+    if "audio" in other["type"]:
+        sent = sent.partition(", ")[0] + ", and this server takes no audio; send its words as text"
+        expected = [f"{name}{sent}" for name in ("messages", "input", "messages")]
     answers = (chatted, answered, messaged)
     assert [answer.status_code for answer in answers] == [400] * 3
     assert [answer.json()["error"]["message"] for answer in answers] == expected
     assert chatted.json()["error"] == {
         "message": expected[0],
         "type": "invalid_request_error",
-        "param": "messages",
+        "param": "messages[1].content[1]",
         "code": None,
     }
     assert not rig.client.queues
@@ -338,14 +341,22 @@ async def test_models_without_vision_refuse_all_but_text() -> None:
             await chat(rig, part()),
             await chat(rig, {"type": "image"}),
             await chat(rig, {"type": "file", "file": {"file_id": "file-1"}}),
+            await chat(rig, {"type": "txt", "text": "x"}),
+            await chat(rig, {"type": "input_audio", "input_audio": {"data": AUDIO}}),
             await rig.post("/v1/responses", response),
         ]
 
-    assert [answer.status_code for answer in answers] == [400] * 4
-    sent = [("messages[0]", kind, "text") for kind in ("image_url", "image", "file")]
+    assert [answer.status_code for answer in answers] == [400] * 6
+    images = "and this model takes no images; serve a vision model (docs/images.md)"
+    text_only = "this model takes content of type text here"
     assert [answer.json()["error"]["message"] for answer in answers] == [
-        f"{where}.content[0] has type '{kind}', this model takes content of type {taken} here"
-        for where, kind, taken in [*sent, ("input[1]", "input_image", "input_text")]
+        f"messages[0].content[0] has type 'image_url', {images}",
+        f"messages[0].content[0] has type 'image', {images}",
+        f"messages[0].content[0] has type 'file', {text_only}",
+        f"messages[0].content[0] has type 'txt', {text_only}; did you mean text?",
+        "messages[0].content[0] has type 'input_audio', and this server takes no audio; send its "
+        "words as text",
+        f"input[1].content[0] has type 'input_image', {images}",
     ]
 
 

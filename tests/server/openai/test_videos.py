@@ -201,6 +201,6 @@ async def test_a_model_of_images_alone_refuses_videos(tmp_path: Path) -> None:
 
     assert (refused.status_code, taken.status_code) == (400, 200)
     assert refused.json()["error"]["message"] == (
-        "messages[0].content[0] has type 'video_url', this model takes content of type text and "
-        "image_url here"
+        "messages[0].content[0] has type 'video_url', and this model takes no videos; serve a "
+        "model that does (docs/images.md)"
     )
