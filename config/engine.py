@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from config.buckets import BucketConfig
 from config.data_parallel import DataParallelConfig
+from config.devices.base import DEVICES
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.model.kv_cache_dtype import FP8, FP8_INC, INT8, KV_CACHE_DTYPES, SPELLINGS
@@ -261,7 +262,7 @@ class EngineConfig:
         "auto",
         "Device to run on",
         group="Device",
-        choices=("auto", "cpu", "cuda", "hpu", "hpu-emulator"),
+        choices=("auto", *DEVICES.all),
         switches={"hpu-emulator": ("hpu-emulator", "auto")},
     )
     executor: str = setting(
@@ -363,7 +364,8 @@ class EngineConfig:
                 f"quantization is {self.quantization} and device is {self.device}: weights are "
                 "quantized on cpu only"
             )
-        if self.quantization == INC and self.device in ("cpu", "cuda"):
+        is_other = self.device != "auto" and not DEVICES[self.device].is_gaudi
+        if self.quantization == INC and is_other:
             raise ConfigError(
                 f"quantization is {INC} and device is {self.device}: the compressor quantizes on "
                 "hpu only"

@@ -22,6 +22,8 @@ class Kinds(Generic[K]):
         self._package = package
         self._attribute = attribute
         self._noun = noun
+        self._modules: dict[str, str] = {}
+        """Name -> module of the kind."""
 
     @cached_property
     def all(self) -> Mapping[str, K]:
@@ -31,6 +33,7 @@ class Kinds(Generic[K]):
             for name, kind in getattr(import_module(module), self._attribute, {}).items():
                 assert name not in found, f"{module} defines the {self._noun} {name} again"
                 found[name] = kind
+                self._modules[name] = module
         return found
 
     def __getitem__(self, name: str) -> K:
@@ -44,6 +47,13 @@ class Kinds(Generic[K]):
             raise ConfigError(f"{name!r} is no {self._noun}, it must be one of {known}")
         return name
 
+    def half(self, name: str, package: str, attribute: str) -> Any:
+        """The other half of the kind `name`, such as its tensors: the entry `name` of `attribute`
+        in the file of `package` that has the name of the kind's file. Imports only this file.
+        Raises ConfigError like `checked`."""
+        file = self._modules[self.checked(name)].rpartition(".")[2]
+        return getattr(import_module(f"{package}.{file}"), attribute)[name]
+
 
 def modules_of(package: str) -> Iterator[str]:
     """Names of all modules in `package` and in its subpackages, but for each registry.py, which
@@ -52,9 +62,3 @@ def modules_of(package: str) -> Iterator[str]:
     for module in pkgutil.walk_packages(path, f"{package}."):
         if not module.ispkg and not module.name.endswith(".registry"):
             yield module.name
-
-
-def half_of(name: str, package: str, attribute: str) -> Any:
-    """`attribute` of the file in `package` with the other half of the kind `name`, such as its
-    tensors. Imports only this file."""
-    return getattr(import_module(f"{package}.{name.replace('-', '_')}"), attribute)

@@ -10,6 +10,7 @@ from config.checkpoint.draft import check_draft, check_target, draft_folder
 from config.checkpoint.operations import check_operations
 from config.checkpoint.shapes import check_weights
 from config.checkpoint.tied_head import check_tied_head
+from config.devices.base import DEVICES, Installed
 from config.engine import AT_LOAD, DUMMY, EngineConfig
 from config.errors import ConfigError, SettingError
 from config.loading.env import is_installed
@@ -43,16 +44,10 @@ def check_device(device: str) -> None:
     """Raise ConfigError for a device that is not available on this machine."""
     if not is_installed("torch"):
         raise ConfigError(f"torch is not installed here; on a CPU: {install_command('cpu')}")
-    if device == "hpu" and not is_installed("habana_frameworks"):
-        raise ConfigError(
-            "device is 'hpu', and habana_frameworks, the runtime of Gaudi, is not installed here; "
-            "without a Gaudi the devices are cpu and hpu-emulator"
-        )
-    if device == "cuda" and _torch_version().endswith("+cpu"):
-        raise ConfigError(
-            f"device is 'cuda', and torch {_torch_version()} is built for the CPU alone; install "
-            "another torch, or use the device cpu"
-        )
+    if device == "auto":
+        return
+    if problem := DEVICES[device].problem(Installed(is_installed, _torch_version())):
+        raise ConfigError(problem)
 
 
 def check_checkpoint(config: EngineConfig, folder: str) -> None:

@@ -21,8 +21,6 @@ class Generation(NamedTuple):
     memory_bytes: int
     fp8_max: float
     """Largest e4m3 value on the device."""
-    aligned_scales: tuple[float, ...] | None
-    """FP8 scales that cost no time; None: any power of two."""
     pci_ids: tuple[int, ...]
     """PCI device ids of vendor Habana, from the driver."""
 
@@ -33,10 +31,8 @@ class Generation(NamedTuple):
 
 
 GENERATIONS = {
-    "gaudi2": Generation(
-        "GAUDI2", "Gaudi 2", 96 * GIB, 240.0, (16.0, 1.0, 1 / 16, 1 / 256), (0x1020, 0x1021)
-    ),
-    "gaudi3": Generation("GAUDI3", "Gaudi 3", 128 * GIB, 448.0, None, (0x1060, 0x1063)),
+    "gaudi2": Generation("GAUDI2", "Gaudi 2", 96 * GIB, 240.0, (0x1020, 0x1021)),
+    "gaudi3": Generation("GAUDI3", "Gaudi 3", 128 * GIB, 448.0, (0x1060, 0x1063)),
 }
 
 FP8_RESCALE = 240 / 448

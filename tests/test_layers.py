@@ -63,7 +63,7 @@ EXCEPTIONS = {
 RESERVED = {
     "engine.client.inproc": ("server.offline", "engine"),
     # Models and layers know no kernel library; the back end replaces their operations.
-    "hpu.native": ("hpu.native", "hpu.backends.cpu", "hpu.backends.select"),
+    "hpu.native": ("hpu.native", "hpu.backends.cpu"),
 }
 """Modules, and the only ones of ours that may import them or what lies below them."""
 
@@ -108,7 +108,7 @@ SPAWNED = (
     "engine.executors.select",
     "engine.executors.worker_main",
     "engine.core.engine_process",
-    "hpu.backends.select",
+    "hpu.backends.hpu",
     "hpu.models.registry",
     "hpu.multimodal.select",
     "server.cli.main",

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config.cache_folder import cache_path
+from config.devices.base import DEVICES
+from config.devices.hpu import HABANA_VISIBLE_MODULES, RUNTIME
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.execution import (
@@ -40,10 +42,7 @@ RECIPE_CACHE_MB = 8192
 _RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
-HABANA_VISIBLE_MODULES = "HABANA_VISIBLE_MODULES"
 HLS_MODULE_ID = "HLS_MODULE_ID"
-_CARD_VARIABLES = {"hpu": HABANA_VISIBLE_MODULES, "cuda": "CUDA_VISIBLE_DEVICES"}
-"""Device -> variable that lists the cards a process may use."""
 
 # Variables that Kubernetes sets in every pod for a service named gaudiserve, gaudiserve-* or vllm.
 _SERVICE_LINK = re.compile(
@@ -209,8 +208,8 @@ def device_environment(
     """Variables that give engine `index` of the `count` engines on this host `num_cards` cards of
     its own among the cards that are visible to this process; empty on a CPU and for a single
     engine. Raises ConfigError when fewer cards are visible than the engines need."""
-    variable = _CARD_VARIABLES.get(chosen_device(config.device))
-    if variable is None or count == 1:
+    variable = DEVICES[chosen_device(config.device)].cards_variable
+    if not variable or count == 1:
         return {}
     words = [word.strip() for word in os.environ.get(variable, "").split(",") if word.strip()]
     source = variable
@@ -307,7 +306,7 @@ def chosen_device(device: str) -> str:
     """`device`; for auto a Gaudi if the vendor's software is installed, else the CPU."""
     if device != "auto":
         return device
-    return "hpu" if is_installed("habana_frameworks") else "cpu"
+    return "hpu" if is_installed(RUNTIME) else "cpu"
 
 
 def hpu_mode(config: EngineConfig) -> ModeChoice:
@@ -325,8 +324,7 @@ def hpu_mode(config: EngineConfig) -> ModeChoice:
 def hpu_environment(config: EngineConfig) -> dict[str, str]:
     """The variables of the HPU runtime, which reads them at its first import; empty for other
     devices. Raises ConfigError for an impossible execution mode."""
-    device = chosen_device(config.device)
-    if device not in ("hpu", "hpu-emulator"):
+    if not DEVICES[chosen_device(config.device)].is_gaudi:
         return {}
     return _hpu_variables(config, is_lazy=hpu_mode(config).is_lazy)
 
@@ -383,7 +381,7 @@ def _has_gated_delta(config: EngineConfig) -> bool:
 def recipe_cache_folder(config: EngineConfig) -> Path | None:
     """The folder in which the worker's runtime keeps compiled recipes between starts; None if it
     keeps no recipes. Raises ConfigError for an impossible execution mode."""
-    if chosen_device(config.device) not in ("hpu", "hpu-emulator"):
+    if not DEVICES[chosen_device(config.device)].is_gaudi:
         return None
     variables = {**hpu_environment(config), **os.environ}
     # path, delete at start, MB.

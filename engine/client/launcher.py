@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from config.data_parallel import DataParallelConfig
+from config.devices.base import DEVICES
 from config.engine import EngineConfig
 from config.loading.env import (
     chosen_device,
@@ -54,8 +55,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-CPU_DEVICES = ("cpu", "hpu-emulator")
 
 COUPLED_STOP_S = 2.0
 """Time that an engine has to stop after another engine of its coupled group has ended."""
@@ -213,7 +212,7 @@ def share_cores(config: EngineConfig, num_cores: int | None = None) -> EngineCon
     engines gets an equal part of `num_cores` (None: the cores of this process) as compute threads,
     unless the user set the number."""
     count = config.data_parallel.num_local
-    if count == 1 or config.num_threads or chosen_device(config.device) not in CPU_DEVICES:
+    if count == 1 or config.num_threads or not DEVICES[chosen_device(config.device)].uses_cores:
         return config
     num_cores = num_cores or usable_cores()
     num_threads = max(1, num_cores // (count * config.parallel.world_size))

@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from config.devices.base import DEVICES
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.env import card_environment, chosen_device, worker_environment
@@ -35,9 +36,6 @@ from engine.process.child_process import (
 from hpu.protocol import Ranks
 
 logger = logging.getLogger(__name__)
-
-RESOURCES = {"hpu": "HPU", "cuda": "GPU"}
-"""Ray's resource name of a card, by device."""
 
 PLACE_TIMEOUT_S = 60.0
 """Maximum wait for the cluster to reserve the cards, which another engine may be freeing."""
@@ -179,7 +177,7 @@ class RayLauncher:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError when no cluster runs here."""
-        self._resource = RESOURCES.get(chosen_device(config.device))
+        self._resource = DEVICES[chosen_device(config.device)].ray_resource or None
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._places: list[Place] = []

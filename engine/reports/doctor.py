@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from config.checkpoint.demo import NAMES
+from config.devices.base import DEVICES
 from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.execution import EMULATED_RELEASE, RUNTIME_DISTRIBUTION, ModeChoice, choose_mode
@@ -85,10 +86,10 @@ def diagnose(machine: Machine, config: EngineConfig, cache_folder: str) -> Diagn
         Finding(OK, "device", f"--device {config.device} takes {device_name}: {reason}"),
         *_device_problems(machine, device_name, cards),
     ]
-    is_gaudi = device_name in ("hpu", "hpu-emulator") or has_sign_of_gaudi(machine)
+    is_gaudi = DEVICES[device_name].is_gaudi or has_sign_of_gaudi(machine)
     if is_gaudi or contradiction:
         device.append(_mode_finding(mode, contradiction, device_name))
-    if device_name in ("hpu", "hpu-emulator"):
+    if DEVICES[device_name].is_gaudi:
         device.append(_selftest(machine, config))
     device.append(_cache(cache_folder, config.model))
     return Diagnosis(
@@ -139,7 +140,7 @@ def _mode(
 
 
 def _mode_finding(mode: ModeChoice | None, contradiction: str, device_name: str) -> Finding:
-    is_hpu = device_name in ("hpu", "hpu-emulator")
+    is_hpu = DEVICES[device_name].is_gaudi
     if mode is None:
         return Finding(ERROR if is_hpu else WARN, "execution mode", contradiction)
     here = "" if is_hpu else " on a Gaudi"
@@ -152,11 +153,12 @@ def _device_problems(machine: Machine, device_name: str, cards: Preflight) -> It
     if device_name == "hpu" and cards.errors:
         about = ", ".join(dict.fromkeys(finding.about for finding in cards.errors))
         yield Finding(ERROR, "hpu", f"the errors above stand in the way: {about}")
-    if device_name == "cuda" and machine.text("proc/driver/nvidia/version") is None:
+    facts = DEVICES[device_name]
+    if facts.driver and machine.text(facts.driver_file) is None:
         yield Finding(
             ERROR,
-            "cuda",
-            "the kernel has no NVIDIA driver: /proc/driver/nvidia/version is not there",
+            device_name,
+            f"the kernel has no {facts.driver} driver: /{facts.driver_file} is not there",
             "--device cpu needs none",
         )
 

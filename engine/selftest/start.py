@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from config.devices.base import DEVICES
 from config.engine import EXTERNAL_LAUNCHER, EngineConfig
 from config.errors import ConfigError
 from config.execution import RUNTIME_DISTRIBUTION
@@ -67,7 +68,7 @@ class FailureReport(NamedTuple):
 
 def is_gaudi(config: EngineConfig) -> bool:
     """Whether the server runs on a Gaudi card or its emulator."""
-    return env.chosen_device(config.device) in ("hpu", "hpu-emulator")
+    return DEVICES[env.chosen_device(config.device)].is_gaudi
 
 
 def check_place(config: EngineConfig, machine: Machine) -> None:

@@ -1,4 +1,4 @@
-"""Devices: cpu, cuda and gaudi behind one Backend protocol (base.py).
+"""Devices behind one Backend protocol (base.py), a file each, with the names of config/devices/.
 
-select.py imports only the chosen one.
+select.py imports only the chosen file.
 """

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from config.engine import EngineConfig
 from config.malloc import retain_freed_memory
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
@@ -39,6 +40,7 @@ from hpu.native.library import (
     Stacks,
     has_experts_kernel,
     has_kernel,
+    kernel_folder,
     open_library,
 )
 from hpu.native.shared_sums import SharedSums
@@ -350,3 +352,17 @@ def _pack(linear: LinearBase, library: Library | None) -> Kernel | None:
     if library is not None and has_kernel(weight):
         return PackedLinear(library, weight, bias)
     return packed_linear(weight, bias) if can_pack(weight.dtype, weight.device) else None
+
+
+def _make(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> CpuBackend:
+    folder = kernel_folder(config.cache_dir) if config.cpu_kernels == "auto" else None
+    return CpuBackend(
+        config.num_threads,
+        folder,
+        int8_activations=config.cpu_int8_activations,
+        ranks=ranks,
+        on_step=on_step,
+    )
+
+
+BACKENDS = {"cpu": _make}

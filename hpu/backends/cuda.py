@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
+from config.progress import OnStep
 from hpu.backends.base import Backend, FusibleModel
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
-from hpu.ops.cuda import CudaKernels
+from hpu.ops.torch_kernels import TorchKernels
 from hpu.quantization.base import ModelPatcher
 
 logger = logging.getLogger(__name__)
@@ -198,7 +200,7 @@ class CudaBackend(Backend):
         self, model: torch.nn.Module, patcher: ModelPatcher | None = None
     ) -> torch.nn.Module:
         if isinstance(model, FusibleModel):
-            model.use_kernels(CudaKernels())
+            model.use_kernels(TorchKernels())
         return model
 
     def close(self) -> None:
@@ -221,3 +223,10 @@ def missing_cuda(version: str, built_for: str | None, has_device: bool) -> str |
             "at the driver (nvidia-smi) and at CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
     return None
+
+
+def _make(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> CudaBackend:
+    return CudaBackend(ranks)
+
+
+BACKENDS = {"cuda": _make}

@@ -89,16 +89,6 @@ class ProcessGroup:
         self._run(dist.reduce_scatter_tensor, part, tensor)
         return part
 
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Send slice i of the first dimension to rank i and return the received slices in rank
-        order. `size` must divide the first dimension."""
-        if self.size == 1:
-            return tensor
-        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        tensor = tensor.contiguous()
-        self._run(dist.all_to_all_single, received, tensor)
-        return received
-
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrite `tensor` on all ranks with the tensor of rank `source` of the group."""
         if self.size > 1:

@@ -22,12 +22,12 @@ from config.errors import CheckpointError, bytes_text
 from config.model.quantization.base import Role
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.model_loader.bitsandbytes import decode_flat
-from hpu.model_loader.mxfp4 import dequantize_mxfp4
 from hpu.model_loader.quantized_weights import (
     check_kv_scale,
     check_part,
     check_powers,
     dequantize,
+    dequantize_mxfp4,
     to_pairs,
     unpack_part,
 )

@@ -25,6 +25,8 @@ POWER_BIAS = 127
 """Bias of e8m0 exponents (OCP Microscaling Formats, version 1.0)."""
 NAN_POWER = 255
 """e8m0 code for NaN."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Value of each e2m1 code."""
 FLAT_FLOATS = ("blocks", "codes", "nested_blocks", "nested_codes")
 """Roles of the scales and code tables of 4-bit bitsandbytes weights."""
 
@@ -198,3 +200,15 @@ def to_pairs(values: Tensor) -> Tensor:
 def from_pairs(pairs: Tensor) -> Tensor:
     """The inverse of `to_pairs`."""
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Dequantize MXFP4, 4-bit floats in blocks of 32 with a power-of-two scale per block (OCP
+    Microscaling Formats, version 1.0), in the layout of the gpt-oss checkpoints, to (rows,
+    columns) bfloat16, which represents the values exactly. `blocks` (rows,
+    columns / 32, 16) uint8: two codes per byte, the first code in the low half; `scales` (rows,
+    columns / 32) uint8."""
+    # Both values of a byte come from a single table lookup.
+    pairs = torch.tensor([(low, high) for high in E2M1 for low in E2M1], dtype=torch.bfloat16)
+    values = pairs[blocks.int()].flatten(-2)
+    return torch.ldexp(values, scales.int().unsqueeze(-1) - POWER_BIAS).flatten(-2)

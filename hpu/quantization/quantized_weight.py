@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpu.model_loader.mxfp4 import dequantize_mxfp4
-from hpu.model_loader.quantized_weights import from_pairs
+from hpu.model_loader.quantized_weights import dequantize_mxfp4, from_pairs
 
 GROUP_SIZE = 32
 """Inputs per scale in weights that this server quantizes. Groups of packed checkpoint weights are

@@ -8,7 +8,7 @@ from server.anthropic.schema import CountBody, MessagesBody, is_foreign_tool, is
 from server.http.body_bounds import MAX_PARTS
 from server.multimodal.parts import wrong_type
 from server.openai.schema.chat import ChatBody, Message
-from server.openai.schema.open_lists import untyped
+from server.openai.schema.json_schema import untyped
 from server.text.hidden_reasoning import hidden_reasoning
 
 _SEPARATOR = "\n"

@@ -17,8 +17,17 @@ from server.http.body_bounds import (
     Variables,
 )
 from server.openai.schema.generation import Body, Integer, Unsupported, check_at_least, check_stops
-from server.openai.schema.json_schema import NULL, OBJECT, TEXT, any_of, array, record, words
-from server.openai.schema.open_lists import ignored_entries, type_of
+from server.openai.schema.json_schema import (
+    NULL,
+    OBJECT,
+    TEXT,
+    any_of,
+    array,
+    ignored_entries,
+    record,
+    type_of,
+    words,
+)
 
 _BLOCK = record(
     {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from config.errors import ConfigError
-from config.kinds import Kinds, half_of
+from config.kinds import Kinds
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     files = {
         "__init__": "",
         "base": "",
-        "bb": "COLOURS = {'blue': 3}\nhalf = 'of bb'",
+        "bb": "COLOURS = {'blue': 3}",
         "aa": "COLOURS = {'red': 1, 'dark-red': 2}",
         "registry": "raise ImportError('reads the kinds')",
         "deep/__init__": "",
@@ -60,6 +60,12 @@ def test_two_kinds_of_the_same_name_are_a_fault(package: str, tmp_path: Path) ->
         _ = Kinds[int](package, "COLOURS", "colour").all
 
 
-def test_the_other_half_of_a_kind_is_loaded_alone(package: str) -> None:
-    assert half_of("bb", package, "half") == "of bb"
-    assert f"{package}.aa" not in sys.modules
+def test_the_other_half_of_a_kind_is_loaded_alone(package: str, tmp_path: Path) -> None:
+    for name in ("", "aa", "bb"):
+        path = tmp_path / "colours_of_a_test_too" / f"{name or '__init__'}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("HALVES = {'red': 'r', 'blue': 'b'}", encoding="utf-8")
+
+    assert Kinds[int](package, "COLOURS", "colour").half("blue", f"{package}_too", "HALVES") == "b"
+    assert f"{package}_too.bb" in sys.modules
+    assert f"{package}_too.aa" not in sys.modules

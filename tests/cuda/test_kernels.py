@@ -1,4 +1,4 @@
-"""CudaAttention on a GPU: prompts compared with plain products, in every dtype and captured,
+"""FusedAttention on a GPU: prompts compared with plain products, in every dtype and captured,
 with memory linear in the prompt length.
 
 Run by `make test-cuda`.
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hpu.backends.cuda import CudaBackend
 from hpu.ops.attention import attend_unfused, causal_mask
-from hpu.ops.cuda import CudaAttention
 from hpu.ops.kernels import PromptOperands
+from hpu.ops.torch_kernels import FusedAttention
 
 pytestmark = [
     pytest.mark.cuda,
@@ -51,7 +51,7 @@ def test_prompt_attention_equals_plain_products(
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         lengths = torch.full((2,), 50, device=query.device)
-        return CudaAttention().prompt_attention(
+        return FusedAttention().prompt_attention(
             PromptOperands(query, key, value, lengths, mask), 0.125
         )
 
@@ -77,7 +77,7 @@ def test_prompt_attention_uses_memory_linear_in_the_prompt(
     before = backend.peak_memory()
 
     with torch.inference_mode():
-        CudaAttention().prompt_attention(PromptOperands(query, key, value, lengths, mask), 0.125)
+        FusedAttention().prompt_attention(PromptOperands(query, key, value, lengths, mask), 0.125)
 
     # The scores of all heads alone would be 4 GiB in float32; a mask may be copied once.
     assert backend.peak_memory() - before < 512 * 1024**2

@@ -56,7 +56,7 @@ def awq_scheme(fields: Fields) -> WeightScheme:
         WeightPart("zeros", "qzeros", (groups, columns), ("I32",), bits=bits, order=ORDER),
         WeightPart("scales", "scales", (groups, StoredAxis(OUTPUTS)), FLOATS),
     )
-    return WeightScheme(bits, parts, group_size=size, is_symmetric=False)
+    return WeightScheme(bits, parts, group_size=size)
 
 
 def _packing(packing: str, settings: Fields) -> Packing | None:

@@ -114,11 +114,6 @@ class WeightScheme:
     """Whether values are FP8 (e4m3) instead of integers."""
     group_size: int | None = None
     """Inputs that share a scale; None: all."""
-    block_rows: int = 1
-    """Outputs that share a scale; 0: all."""
-    is_symmetric: bool = True
-    """Whether weights have no zero points. The zero point of integers is then the middle of their
-    range."""
     desc_act: bool = False
     """Whether groups consist of arbitrary inputs; a tensor gives the group of each input."""
     activations: Literal["none", "dynamic", "static"] = "none"
@@ -130,7 +125,7 @@ class WeightScheme:
 
     @property
     def middle(self) -> int:
-        """The zero point of symmetric integers."""
+        """The zero point of integers without zero points in the checkpoint."""
         return 1 << (self.bits - 1)
 
     def num_groups(self, in_features: int) -> int:

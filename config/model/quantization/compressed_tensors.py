@@ -123,7 +123,7 @@ def _integers(weights: Fields, *, is_packed: bool) -> WeightScheme:
         parts += (WeightPart("zeros", "weight_zero_point", axes, ("I32",), bits=bits),)
     if desc_act:
         parts += (WeightPart("groups", "weight_g_idx", (inputs,), ("I32", "I64")),)
-    return WeightScheme(bits, parts, group_size=size, is_symmetric=is_symmetric, desc_act=desc_act)
+    return WeightScheme(bits, parts, group_size=size, desc_act=desc_act)
 
 
 def _has_order(weights: Fields) -> bool:

@@ -82,7 +82,6 @@ def fp8_scheme(
         parts,
         is_float=True,
         group_size=columns or None,
-        block_rows=rows,
         activations=activations,
     )
 

@@ -65,9 +65,9 @@ def gptq_scheme(fields: Fields) -> WeightScheme:
     )
     if desc_act:
         parts += (WeightPart("groups", "g_idx", (StoredAxis(INPUTS),), ("I32", "I64")),)
-    return WeightScheme(
-        bits, parts, group_size=size, is_symmetric=fields.get("sym", bool, True), desc_act=desc_act
-    )
+    # Symmetric weights have zero points in the files, too.
+    fields.get("sym", bool, True)
+    return WeightScheme(bits, parts, group_size=size, desc_act=desc_act)
 
 
 def _targets(fields: Fields) -> tuple[str, ...]:

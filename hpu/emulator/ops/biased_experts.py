@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hpu.emulator.faults import MIXED_CODES, MIXED_EXPERTS
 from hpu.emulator.ops.quantized import check_experts, weighted_sum
-from hpu.model_loader.mxfp4 import dequantize_mxfp4
+from hpu.model_loader.quantized_weights import dequantize_mxfp4
 
 BLOCK = 32
 """Weights with a common scale; the kernel has no other size."""

@@ -10,7 +10,7 @@ from config.errors import error_at_path, value_text, wrong_field
 from server.http.body_bounds import MAX_MESSAGES, MAX_PARTS
 from server.multimodal.messages import IMAGE
 from server.openai.schema.chat import part_text
-from server.openai.schema.open_lists import ignored_entries, type_of
+from server.openai.schema.json_schema import ignored_entries, type_of
 from server.text.hidden_reasoning import hidden_reasoning
 from server.text.messages import is_ignored_part
 

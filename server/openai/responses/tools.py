@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from config.errors import UserError, wrong_field
-from server.openai.schema.open_lists import ignored_entries, type_of, untyped
+from server.openai.schema.json_schema import ignored_entries, type_of, untyped
 from server.openai.schema.tools import check_function, is_foreign_tool
 
 Tool = dict[str, Any]

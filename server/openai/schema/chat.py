@@ -31,8 +31,17 @@ from server.openai.schema.generation import (
     check_at_least,
     check_between,
 )
-from server.openai.schema.json_schema import NULL, OBJECT, TEXT, any_of, array, constant, record
-from server.openai.schema.open_lists import ignored_entries, untyped
+from server.openai.schema.json_schema import (
+    NULL,
+    OBJECT,
+    TEXT,
+    any_of,
+    array,
+    constant,
+    ignored_entries,
+    record,
+    untyped,
+)
 from server.openai.schema.structured import spec_of_schema
 from server.openai.schema.tools import (
     TOOL_CHOICE_SCHEMA,

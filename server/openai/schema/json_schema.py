@@ -1,7 +1,12 @@
-"""JSON schemas of fields whose values are checked by hand, in short forms."""
+"""Fields whose values are checked by hand: their JSON schemas in short forms, and lists that may
+have entries of unknown types, which the prompt leaves out and the response names as ignored."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from config.errors import value_text, wrong_field
+
+MAX_TYPE_CHARACTERS = 40
 
 Schema = dict[str, Any]
 
@@ -34,3 +39,24 @@ def constant(word: str) -> Schema:
 def words(*options: str) -> Schema:
     """Schema that accepts any of the words `options`."""
     return {**TEXT, "enum": list(options)}
+
+
+def type_of(entry: Any) -> str | None:
+    """The type of an entry; None for an entry without a type."""
+    kind = entry.get("type") if isinstance(entry, dict) else None
+    return kind if isinstance(kind, str) and kind else None
+
+
+def untyped(entry: object, where: str, example: str) -> str:
+    """The message about an entry without a type."""
+    if isinstance(entry, dict):
+        return wrong_field(entry, "type", where, f"a string such as {example!r}")
+    return f"{where} is {value_text(entry)}, it must be an object with a type, such as {example!r}"
+
+
+def ignored_entries(name: str, entries: Any, is_ignored: Callable[[Any], bool]) -> Iterator[str]:
+    """`name[3]:type` of each ignored entry of the list `name`."""
+    if isinstance(entries, list):
+        for place, entry in enumerate(entries):
+            if is_ignored(entry):
+                yield f"{name}[{place}]:{str(type_of(entry))[:MAX_TYPE_CHARACTERS]}"

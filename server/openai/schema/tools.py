@@ -13,9 +13,10 @@ from server.openai.schema.json_schema import (
     array,
     constant,
     record,
+    type_of,
+    untyped,
     words,
 )
-from server.openai.schema.open_lists import type_of, untyped
 from server.parsers.tool.structural_tag import MAX_CALLS, calls_schema, object_schema
 
 MAX_TOOL_NAME_CHARACTERS = 256

@@ -21,7 +21,7 @@ from hpu.backends.cuda import missing_cuda
 from hpu.backends.select import select_backend
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.models.registry import build_model
-from hpu.ops.cuda import CudaKernels
+from hpu.ops.torch_kernels import TorchKernels
 from hpu.protocol import RequestSampling
 from hpu.sampling.logprobs import top_logprobs
 from hpu.sampling.sampler import Sampler
@@ -120,7 +120,7 @@ def test_a_forward_pass_asks_no_number_of_the_device(
         for pair in model.cache_shapes(17, BLOCK_SIZE)
     ]
     model.bind_caches(caches, BLOCK_SIZE)  # type: ignore[arg-type]  # pairs
-    model.use_kernels(CudaKernels())
+    model.use_kernels(TorchKernels())
 
     with StaysOnDevice():
         hidden = model(tokens, context)
@@ -140,7 +140,7 @@ def test_its_kernels_give_what_the_plain_operations_give(
     for is_fused in (False, True):
         model = load_decoder(folder)
         if is_fused:
-            model.use_kernels(CudaKernels())
+            model.use_kernels(TorchKernels())
         harness = PagedHarness(model)
 
         with torch.inference_mode():

@@ -22,7 +22,7 @@ from hpu.emulator.faults import MIXED_CODES, MIXED_EXPERTS
 from hpu.gaudi_devices import BOTH, KERNELS, Kernel
 from hpu.layers.moe import Experts
 from hpu.model_loader.loader import load_weights
-from hpu.model_loader.mxfp4 import E2M1
+from hpu.model_loader.quantized_weights import E2M1
 from hpu.models.registry import build_model
 from hpu.ops.gaudi_modules import VllmMixtureOfExpertsOp
 from hpu.quantization.registry import process_weights

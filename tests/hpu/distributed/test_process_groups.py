@@ -50,10 +50,6 @@ COLLECTIVES: dict[str, tuple[Collective, tuple[Tensor, Tensor]]] = {
         lambda group, rank: group.reduce_scatter(tensor_of(rank)),
         (BOTH[:1], BOTH[1:]),
     ),
-    "all_to_all": (
-        lambda group, rank: group.all_to_all(tensor_of(rank)),
-        (torch.stack((FIRST[0], SECOND[0])), torch.stack((FIRST[1], SECOND[1]))),
-    ),
     "broadcast": (lambda group, rank: group.broadcast(tensor_of(rank), 1), (SECOND, SECOND)),
     "send and recv": (pass_on, (FIRST, FIRST)),
 }
@@ -98,7 +94,6 @@ def test_collectives_of_one_rank_return_the_tensor_itself() -> None:
     assert SINGLE.all_reduce(tensor) is tensor
     assert SINGLE.all_gather(tensor) is tensor
     assert SINGLE.reduce_scatter(tensor) is tensor
-    assert SINGLE.all_to_all(tensor) is tensor
     assert SINGLE.broadcast(tensor) is tensor
     assert make_groups() == ProcessGroups(SINGLE, SINGLE, SINGLE, SINGLE)
 

@@ -23,8 +23,8 @@ from hpu.layers.metadata import (
     distinct,
     make_rings,
 )
-from hpu.ops.cuda import CudaKernels
 from hpu.ops.kernels import AttentionForm, SliceSizes
+from hpu.ops.torch_kernels import TorchKernels
 
 BLOCK_SIZE, NUM_BLOCKS, HEADS, KV_HEADS, HEAD_DIM = 4, 64, 6, 2, 8
 SCALE = 0.7
@@ -79,7 +79,7 @@ def gaudi(**settings: Any) -> Any:
 
 IMPLEMENTATIONS = {
     "plain": lambda: None,
-    "cuda": CudaKernels,
+    "cuda": TorchKernels,
     "fused": lambda: gaudi(fused_sdpa=True, fused_adjustment=True),
     "sliced": lambda: gaudi(fused_sdpa=True, slices=SliceSizes(1, 8)),
     "unfused": lambda: gaudi(fused_sdpa=False),

@@ -15,7 +15,7 @@ from config.errors import ConfigError
 from config.model.read_config import read_model_config
 from hpu.distributed.process_groups import ProcessGroup
 from hpu.model_loader.loader import load_weights
-from hpu.model_loader.mxfp4 import dequantize_mxfp4
+from hpu.model_loader.quantized_weights import dequantize_mxfp4
 from hpu.model_loader.size_estimate import count_parameters
 from hpu.models.registry import build_model
 

@@ -1,4 +1,4 @@
-"""CudaKernels: torch's fused attention for prefills, where plain attention needs memory
+"""TorchKernels: torch's fused attention for prefills, where plain attention needs memory
 quadratic in the prompt length. All operations are public and run on any device."""
 
 import torch
@@ -17,7 +17,7 @@ from hpu.ops.kernels import (
 from hpu.ops.norm import rms_norm
 
 
-class CudaAttention(PlainAttention):
+class FusedAttention(PlainAttention):
     """AttentionImpl with torch's fused kernels for prefills."""
 
     def prompt_attention(
@@ -44,9 +44,9 @@ class CudaAttention(PlainAttention):
         )
 
 
-class CudaKernels:
-    """Kernels for CUDA. Static shapes and no host synchronization, so that all operations can be
-    captured."""
+class TorchKernels:
+    """Kernels of plain torch. Static shapes and no host synchronization, so that all operations can
+    be captured."""
 
     def attention_form(
         self, dtype: torch.dtype, *, has_score_options: bool = False
@@ -61,8 +61,8 @@ class CudaKernels:
         low, high = heads.chunk(2, dim=-1)
         return torch.addcmul(heads * cos, torch.cat((-high, low), dim=-1), sin)
 
-    def make_attention(self, *, latent: bool = False) -> CudaAttention:
-        return CudaAttention()
+    def make_attention(self, *, latent: bool = False) -> FusedAttention:
+        return FusedAttention()
 
     def make_moe(self, weights: ExpertWeights, activation: str | ClampedSwiGLU) -> None:
         return
