@@ -306,7 +306,11 @@ class Device:
             result = self._run_faulty(op.name, func, args, kwargs)
         else:
             result = rules.run(func, args, kwargs, self._report_misuse)
-        if op.is_view or op.is_empty or self.variables.int64():
+        if op.is_empty:
+            for out in tensors_in(result):
+                fill_with_garbage(out)
+            return result
+        if op.is_view or self.variables.int64():
             return result
         for out in tensors_in(result):
             if out.dtype == torch.int64 and out.numel():

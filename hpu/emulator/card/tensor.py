@@ -87,6 +87,16 @@ class HpuTensor(Tensor):
         first = next(tensor for tensor in given if isinstance(tensor, HpuTensor))
         return first.owner.run(func, args, kwargs, given)
 
+    @property
+    def data(self) -> Tensor:
+        return torch.ops.aten.detach.default(self)  # type: ignore[no-any-return]  # an op's result
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Refused: the bridge exchanges the storage (HbLazyTensor::ShallowCopyTo), and no source
+        says what the graphs that read it do then."""
+        raise RuntimeError("the emulator does not follow an assignment to the data of a tensor")
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 

@@ -1,12 +1,15 @@
 """Small programs that a card refuses, or runs otherwise, and that the emulator once let pass."""
 
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from emulated import emulated
 from torch import Tensor
+from torch import distributed as dist
 
 
 def _wrapped(function: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
@@ -160,3 +163,90 @@ def test_a_graph_on_another_stream_must_wait_for_its_inputs() -> None:
 
         assert card.counters.counts["stream_order"] == 1
         assert y.shape == (2,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
+@pytest.mark.parametrize("lazy", [True, False])
+def test_new_memory_holds_garbage(lazy: bool, dtype: torch.dtype) -> None:
+    with emulated(lazy=lazy):
+        zeros = torch.zeros(4, dtype=dtype, device="hpu")
+        del zeros
+
+        made = torch.empty(4, dtype=dtype, device="hpu")
+
+        assert not (made.cpu() == torch.zeros(4, dtype=dtype)).any()
+        assert not (torch.empty_like(made).cpu() == torch.zeros(4, dtype=dtype)).any()
+
+
+def test_a_replay_without_tensor_cache_gets_new_memory_with_garbage() -> None:
+    def half(x: Tensor) -> Tensor:
+        made = torch.empty(2, 2, device="hpu")
+        made[0].copy_(x)
+        return made
+
+    with emulated() as card:
+        graph = _wrapped(half, disable_tensor_cache=True)
+        found = [graph(torch.ones(2, device="hpu")).cpu() for _ in range(2)]
+
+        assert card.counters.counts["view_write"] == 1
+        assert [bool(rows[1].isnan().all()) for rows in found] == [True, True]
+
+
+@pytest.mark.parametrize(("generation", "size"), [("gaudi2", 128), ("gaudi3", 256)])
+def test_memory_is_taken_in_multiples_of_the_alignment(generation: str, size: int) -> None:
+    with emulated(generation=generation) as card:
+        before = card.memory.in_use
+
+        made = torch.empty(1, dtype=torch.uint8, device="hpu")
+
+        assert card.memory.in_use - before == size
+        assert made.shape == (1,)
+
+
+def test_an_event_has_a_time_once_the_host_has_waited_for_it() -> None:
+    with emulated():
+        hpu: Any = torch.hpu  # type: ignore[attr-defined]  # the emulator's
+        begin, end = hpu.Event(enable_timing=True), hpu.Event(enable_timing=True)
+        begin.record()
+        end.record()
+
+        with pytest.raises(RuntimeError, match="an event is not complete"):
+            begin.elapsed_time(end)
+
+        end.synchronize()
+        assert begin.elapsed_time(end) > 0
+        end.record()
+        with pytest.raises(RuntimeError, match="an event is not complete"):
+            begin.elapsed_time(end)
+
+
+def test_an_assignment_to_the_data_of_a_tensor_is_refused() -> None:
+    with emulated():
+        x = torch.ones(2, device="hpu")
+        parameter = torch.nn.Parameter(torch.ones(2, device="hpu"), requires_grad=False)
+
+        x.data.fill_(3)
+        for target in (x, parameter):
+            with pytest.raises(RuntimeError, match="an assignment to the data of a tensor"):
+                target.data = torch.zeros(2, device="hpu")
+
+        assert x.tolist() == [3, 3]
+
+
+def test_a_collective_leaves_a_compiled_graph(tmp_path: Path) -> None:
+    def summed(x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x + 1
+
+    with emulated(lazy=False) as card, torch.inference_mode():
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+        dist.init_process_group("hccl", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+        try:
+            compiled = torch.compile(summed, backend="hpu_backend", dynamic=False)
+
+            assert compiled(torch.ones(2, device="hpu")).tolist() == [2, 2]
+        finally:
+            dist.destroy_process_group()
+
+        kinds = {misuse.op: misuse.kind for misuse in card.counters.misuses}
+        assert kinds["all_reduce"] == "left_out_of_graph"
