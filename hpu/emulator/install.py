@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.library import Library
 
 from config.errors import ConfigError
@@ -84,6 +85,9 @@ class Emulator:
         )
         self._libraries = [ops, register_fakes(), *self._device_libraries()]
         collectives.register("hpu")
+        for name in collectives.REDUCTIONS:
+            reduce = collectives.with_known_kinds(getattr(dist.ProcessGroup, name))
+            self._patch(dist.ProcessGroup, name, reduce)
         # Without it, Module.to would put a device tensor's insides into a CPU parameter.
         self._overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)

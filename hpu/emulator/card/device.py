@@ -505,9 +505,8 @@ class Device:
             return False
         if name in config.unsupported or name in config.extra_supported:
             return name in config.extra_supported
-        return registry.is_supported(
-            func, args, kwargs, config.generation, has_int64=self.variables.int64()
-        )
+        mode = registry.Mode(is_lazy=self.is_lazy(), has_int64=self.variables.int64())
+        return registry.is_supported(func, args, kwargs, config.generation, mode)
 
     def _fall_back(self, name: str) -> None:
         """The op runs on the host, after everything before it."""

@@ -44,6 +44,50 @@ def test_dtypes_outside_of_the_bridges_list_fall_back(name: str) -> None:
         assert card.counters.fallback_ops == {name: 1}
 
 
+def _of_dims(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return _ones(dtype, *[1] * (count - 1), 2)
+
+
+ROW: dict[str, Any] = {"dtype": torch.int32, "device": "hpu"}
+LIMITED: dict[str, tuple[str, Callable[[], object]]] = {
+    "sort": ("lazy", lambda: _of_dims(6).sort()),
+    "scatter_add_": (
+        "lazy",
+        lambda: _of_dims(6).scatter_add_(5, _of_dims(6, torch.int32), _of_dims(6)),
+    ),
+    "index_add": ("lazy", lambda: _of_dims(6).index_add(5, torch.ones(2, **ROW), _of_dims(6))),
+    "index_put_": (
+        "lazy",
+        lambda: _ones(torch.uint8).index_put_((torch.ones(1, **ROW),), _ones(torch.uint8, 1)),
+    ),
+    "index_put": (
+        "eager",
+        lambda: _ones(torch.float8_e4m3fn).index_put(
+            (torch.ones(1, **ROW),), _ones(torch.float8_e4m3fn, 1)
+        ),
+    ),
+    "nonzero": ("both", lambda: _ones(torch.float16).nonzero()),
+    "masked_select": ("both", lambda: _of_dims(6).masked_select(_of_dims(6) > 0)),
+    "unique_dim": ("both", lambda: torch.unique(_ones(torch.float32, 2, 2), dim=0)),
+    "div": (
+        "both",
+        lambda: torch.div(_ones(torch.uint8), _ones(torch.uint8), rounding_mode="floor"),
+    ),
+}
+"""By operator: the modes in which its arguments are beyond the bridge's own limits."""
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("name", LIMITED)
+def test_arguments_beyond_the_limits_of_an_operator_fall_back(name: str, lazy: bool) -> None:
+    limited_in, run = LIMITED[name]
+    with emulated(lazy=lazy) as card:
+        run()
+
+        is_limited = limited_in in ("both", "lazy" if lazy else "eager")
+        assert card.counters.fallback_ops == ({name: 1} if is_limited else {})
+
+
 def test_dtypes_of_the_bridges_list_run_on_the_card() -> None:
     with emulated(strict=True) as card:
         _ones(torch.float32).nan_to_num()
@@ -233,7 +277,9 @@ def test_an_assignment_to_the_data_of_a_tensor_is_refused() -> None:
         assert x.tolist() == [3, 3]
 
 
-def test_a_collective_leaves_a_compiled_graph(tmp_path: Path) -> None:
+def test_a_collective_leaves_a_compiled_graph_and_has_a_kind_that_the_library_knows(
+    tmp_path: Path,
+) -> None:
     def summed(x: Tensor) -> Tensor:
         dist.all_reduce(x)
         return x + 1
@@ -245,6 +291,8 @@ def test_a_collective_leaves_a_compiled_graph(tmp_path: Path) -> None:
             compiled = torch.compile(summed, backend="hpu_backend", dynamic=False)
 
             assert compiled(torch.ones(2, device="hpu")).tolist() == [2, 2]
+            with pytest.raises(RuntimeError, match="Unsupported ReduceOp for HCCL"):
+                dist.all_reduce(torch.ones(2, device="hpu"), dist.ReduceOp.AVG)
         finally:
             dist.destroy_process_group()
 
