@@ -11,7 +11,7 @@ from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.checkpoint.weight_maps.shard import ShardRank, shard_of
 from config.model.architectures import ARCHITECTURES, decoder_spec
-from config.model.decoder_spec import LayerSpec, uniform_layers
+from config.model.decoder_spec import MXFP4_BLOCK, LayerSpec, uniform_layers
 from config.model.model_config import ModelConfig
 from config.model.split import cross_layers_of, indexer_of, latents_of, states_of
 from config.model.window_cache import CacheSizes, ring_blocks
@@ -97,6 +97,19 @@ def _card_bytes(spec: WeightSpec, width: int, *, expands_experts: bool) -> int:
     return outputs * scheme.num_groups(inputs) * (2 * width + 1) // 2
 
 
+def has_packed_experts(config: ModelConfig) -> bool:
+    """Whether the checkpoint has experts in MXFP4."""
+    if config.architecture not in ARCHITECTURES:
+        return False
+    moe = decoder_spec(config).moe
+    return moe is not None and moe.layout == "mxfp4"
+
+
+def _has_whole_blocks(spec: WeightSpec) -> bool:
+    begin, end = spec.mxfp4_columns or (0, 0)
+    return begin % MXFP4_BLOCK == 0 and end % MXFP4_BLOCK == 0
+
+
 def stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iterator[WeightSpec]:
     """Tensors of a pipeline stage, with the same division as Decoder."""
     for spec in weight_map.outer:
@@ -168,10 +181,11 @@ def weight_bytes(
     distributes_experts: bool = False,
     num_engines: int = 1,
     stage: Stage = WHOLE,
+    packs_experts: bool = False,
 ) -> int:
     """Weight bytes per card of a pipeline stage with `num_cards` cards, `width` bytes per weight.
-    Parameters: see count_parameters. Includes the rotary table for `length` tokens and, on the
-    first stage, the vision tower."""
+    Parameters: see count_parameters; `packs_experts`: whether experts stay in MXFP4. Includes the
+    rotary table for `length` tokens and, on the first stage, the vision tower."""
     # Cosines and sines, each of the rotated size.
     rotary = 2 * sum(_rotated_sizes(config)) * length
     tower = config.num_tower_parameters if stage.is_first else 0
@@ -192,6 +206,20 @@ def weight_bytes(
         expands = bool(moe and moe.clamped_swiglu)
         weights = sum(_card_bytes(spec, width, expands_experts=expands) for spec in own)
         return weights + (rotary + absorbed + tower) * width
+    saved = 0
+    if packs_experts and has_packed_experts(config):
+        specs = _own_specs(
+            config,
+            num_cards,
+            distributes_experts=distributes_experts,
+            num_engines=num_engines,
+            stage=stage,
+        )
+        packed = [spec for spec in specs if spec.mxfp4]
+        # A part that ends inside a block is dequantized, with its layer.
+        if all(_has_whole_blocks(spec) for spec in packed):
+            numbers = sum(spec.num_elements() for spec in packed)
+            saved = numbers * width - numbers * (MXFP4_BLOCK // 2 + 1) // MXFP4_BLOCK
     parameters = count_parameters(
         config,
         num_cards,
@@ -199,7 +227,7 @@ def weight_bytes(
         num_engines=num_engines,
         stage=stage,
     )
-    return (parameters + rotary + absorbed + tower) * width
+    return (parameters + rotary + absorbed + tower) * width - saved
 
 
 def kv_block_bytes(
