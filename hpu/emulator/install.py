@@ -8,7 +8,7 @@ explains how tensors get their device.
 import sys
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -117,7 +117,9 @@ class Emulator:
                 setattr(owner, name, original)
         self._patches.clear()
         for library in self._libraries:
-            library._destroy()  # type: ignore[no-untyped-call]  # torch's own
+            # At the end of the process, torch has destroyed them before.
+            with suppress(ValueError):
+                library._destroy()  # type: ignore[no-untyped-call]  # torch's own
         self._libraries.clear()
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
