@@ -9,6 +9,7 @@ from typing import Any
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
+from config.execution import PACKED_EXPERTS_FLAG
 from config.model.architectures import is_native
 from config.model.kv_cache_dtype import ON_GAUDI, kv_width
 from config.model.model_config import ModelConfig
@@ -45,7 +46,7 @@ PROBE_PERIOD_S = 10
 QUANTIZED_NOTE = (
     "the checkpoint's weights are quantized, which is not served yet: they are counted in {}"
 )
-EXPANDED_NOTE = "experts in MXFP4 are counted in {}: --native-mxfp4 keeps them in 4 bits"
+EXPANDED_NOTE = f"packed experts are counted in {{}}: --{PACKED_EXPERTS_FLAG} keeps them in 4 bits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         max_prefill_batch=schedule.prefill_batch(),
         prefix_caching=cache.enable_prefix_caching,
         distributes_experts=config.parallel.enable_expert_parallel,
-        packs_experts=config.execution.native_mxfp4,
+        packs_experts=config.execution.packs_experts,
         offload=config.offload,
     )
     demand = with_companions(demand, config, facts)

@@ -11,7 +11,7 @@ from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.checkpoint.weight_maps.shard import ShardRank, shard_of
 from config.model.architectures import ARCHITECTURES, decoder_spec
-from config.model.decoder_spec import MXFP4_BLOCK, LayerSpec, uniform_layers
+from config.model.decoder_spec import LayerSpec, uniform_layers
 from config.model.model_config import ModelConfig
 from config.model.split import cross_layers_of, indexer_of, latents_of, states_of
 from config.model.window_cache import CacheSizes, ring_blocks
@@ -98,16 +98,11 @@ def _card_bytes(spec: WeightSpec, width: int, *, expands_experts: bool) -> int:
 
 
 def has_packed_experts(config: ModelConfig) -> bool:
-    """Whether the checkpoint has experts in MXFP4."""
+    """Whether the checkpoint has experts in 4-bit floats."""
     if config.architecture not in ARCHITECTURES:
         return False
-    moe = decoder_spec(config).moe
-    return moe is not None and moe.layout == "mxfp4"
-
-
-def _has_whole_blocks(spec: WeightSpec) -> bool:
-    begin, end = spec.mxfp4_columns or (0, 0)
-    return begin % MXFP4_BLOCK == 0 and end % MXFP4_BLOCK == 0
+    entries = decoder_weight_map(config, decoder_spec(config)).entries()
+    return any(spec.is_packed for spec in entries)
 
 
 def stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iterator[WeightSpec]:
@@ -184,8 +179,8 @@ def weight_bytes(
     packs_experts: bool = False,
 ) -> int:
     """Weight bytes per card of a pipeline stage with `num_cards` cards, `width` bytes per weight.
-    Parameters: see count_parameters; `packs_experts`: whether experts stay in MXFP4. Includes the
-    rotary table for `length` tokens and, on the first stage, the vision tower."""
+    Parameters: see count_parameters; `packs_experts`: whether experts in 4-bit floats stay so.
+    Includes the rotary table for `length` tokens and, on the first stage, the vision tower."""
     # Cosines and sines, each of the rotated size.
     rotary = 2 * sum(_rotated_sizes(config)) * length
     tower = config.num_tower_parameters if stage.is_first else 0
@@ -215,11 +210,11 @@ def weight_bytes(
             num_engines=num_engines,
             stage=stage,
         )
-        packed = [spec for spec in specs if spec.mxfp4]
+        experts = [spec for spec in specs if spec.is_packed]
+        sizes = [size for size in map(WeightSpec.packed_bytes, experts) if size is not None]
         # A part that ends inside a block is dequantized, with its layer.
-        if all(_has_whole_blocks(spec) for spec in packed):
-            numbers = sum(spec.num_elements() for spec in packed)
-            saved = numbers * width - numbers * (MXFP4_BLOCK // 2 + 1) // MXFP4_BLOCK
+        if len(sizes) == len(experts):
+            saved = sum(spec.num_elements() for spec in experts) * width - sum(sizes)
     parameters = count_parameters(
         config,
         num_cards,

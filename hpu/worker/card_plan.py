@@ -88,7 +88,7 @@ class CardDemand:
     distributes_experts: bool = False
     """Expert parallelism: whole experts on each card, instead of a part of each expert."""
     packs_experts: bool = False
-    """Whether experts in MXFP4 stay so."""
+    """Whether experts that are stored in 4-bit floats stay so."""
     max_tokens_per_step: int = 1
     """Tokens that a decode verifies per sequence. If above 1, sliding-window layers cache the whole
     context."""

@@ -3,8 +3,8 @@
 from hpu.emulator.settings import EmulatorConfig
 
 ALIGNMENT = {"gaudi2": 128, "gaudi3": 256}
-"""Bytes to a multiple of which each storage is rounded up, by generation (the bridge's
-device_memory.cpp; the value: HAL of HabanaAI/SynapseAI_Core)."""
+"""Each storage takes a multiple of this many bytes, by generation (the bridge's device_memory.cpp;
+the number is from the HAL of HabanaAI/SynapseAI_Core)."""
 
 
 class Allocation:
