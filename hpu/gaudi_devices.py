@@ -32,6 +32,9 @@ class Generation(NamedTuple):
         return int(self.memory_bytes * USABLE_FRACTION)
 
 
+VENDOR_PACKAGE = "habana_frameworks.torch"
+"""The vendor's bridge to torch."""
+
 GENERATIONS = {
     "gaudi2": Generation(
         "GAUDI2", "Gaudi 2", 96 * GIB, 240.0, (16.0, 1.0, 1 / 16, 1 / 256), (0x1020, 0x1021)
