@@ -87,6 +87,17 @@ class HpuTensor(Tensor):
         first = next(tensor for tensor in given if isinstance(tensor, HpuTensor))
         return first.owner.run(func, args, kwargs, given)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        # Torch's own copy, and its pickling, read a storage that a wrapper does not have.
+        copied: Tensor = self.clone()
+        if getattr(self, "_is_param", False):
+            copied = torch.nn.Parameter(copied, requires_grad=False)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return to_card, (self.cpu(),)
+
     @property
     def data(self) -> Tensor:
         return torch.ops.aten.detach.default(self)  # type: ignore[no-any-return]  # an op's result
@@ -143,6 +154,11 @@ class HpuTensor(Tensor):
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()
+
+
+def to_card(host: Tensor) -> Tensor:
+    """A copy of a CPU tensor on the card."""
+    return host.to(DEVICE)
 
 
 def device_tensors(value: Any) -> list[HpuTensor]:

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 ALWAYS = frozenset(
     (
@@ -31,7 +32,11 @@ MAX_INDEXED_DIMS = 4
 
 def left_out(graph: GraphModule, *, is_dynamic: bool) -> Iterator[tuple[str, str]]:
     """(operator, reason) of each node of a lowered graph that does not stay in it. `is_dynamic`:
-    whether the graph has symbolic shapes."""
+    whether the graph has symbolic shapes; shapes that depend on data are always symbolic."""
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    is_dynamic = is_dynamic or any(
+        free_unbacked_symbols(value) for value in values if isinstance(value, Tensor)
+    )
     for node in graph.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue

@@ -1,6 +1,8 @@
 """Small programs that a card refuses, or runs otherwise, and that the emulator once let pass."""
 
+import copy
 import importlib
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,6 +264,42 @@ def test_an_event_has_a_time_once_the_host_has_waited_for_it() -> None:
         end.record()
         with pytest.raises(RuntimeError, match="an event is not complete"):
             begin.elapsed_time(end)
+
+
+def test_copies_and_pickles_of_tensors_are_tensors_of_the_card() -> None:
+    with emulated() as card:
+        x = torch.ones(2, device="hpu")
+        parameter = torch.nn.Parameter(torch.ones(2, device="hpu"), requires_grad=False)
+
+        copies = copy.deepcopy(x), copy.deepcopy(parameter), pickle.loads(pickle.dumps(x))
+        x.add_(1)
+
+        assert isinstance(copies[1], torch.nn.Parameter)
+        assert [(found.device.type, found.tolist()) for found in copies] == [("hpu", [1, 1])] * 3
+        with card.step():
+            pickle.dumps(x)
+        assert card.counters.counts["host_sync"] == 1
+
+
+def test_an_index_of_a_shape_that_depends_on_data_divides_a_compiled_graph() -> None:
+    with emulated(lazy=False) as card, torch.inference_mode():
+        compiled = torch.compile(
+            lambda x: x[x > 0], backend="hpu_backend", fullgraph=True, dynamic=False
+        )
+
+        compiled(torch.ones(2, device="hpu"))
+
+        assert ("left_out_of_graph", "index") in [found[:2] for found in card.counters.misuses]
+
+
+def test_a_comparison_of_all_values_reads_the_card() -> None:
+    with emulated() as card:
+        x = torch.ones(2, device="hpu")
+
+        with card.step():
+            assert torch.allclose(x, x)
+
+        assert card.counters.counts["host_sync"] == 1
 
 
 def test_an_assignment_to_the_data_of_a_tensor_is_refused() -> None:
