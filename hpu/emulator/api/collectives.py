@@ -31,11 +31,11 @@ TEXT_BYTES = 1024
 """Size limit of a collective's description, which ranks exchange when they disagree."""
 
 
-def with_known_kinds(original: Callable[..., Any]) -> Callable[..., Any]:
+def with_known_kinds(original: Callable[..., object]) -> Callable[..., object]:
     """A method in REDUCTIONS that refuses other kinds than KINDS for tensors of the card."""
 
     @functools.wraps(original)
-    def reduce(*args: Any, **kwargs: Any) -> Any:
+    def reduce(*args: object, **kwargs: object) -> object:
         for given in (*args, *kwargs.values()):
             kind = getattr(given, "reduceOp", None)
             if kind and kind.op not in KINDS and device_tensors((args, kwargs)):

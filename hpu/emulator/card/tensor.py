@@ -87,7 +87,7 @@ class HpuTensor(Tensor):
         first = next(tensor for tensor in given if isinstance(tensor, HpuTensor))
         return first.owner.run(func, args, kwargs, given)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         # Torch's own copy, and its pickling, read a storage that a wrapper does not have.
         copied: Tensor = self.clone()
         if getattr(self, "_is_param", False):
@@ -95,7 +95,7 @@ class HpuTensor(Tensor):
         memo[id(self)] = copied
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return to_card, (self.cpu(),)
 
     @property
