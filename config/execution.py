@@ -217,6 +217,11 @@ class ExecutionConfig:
         _ = self.profiled_prompt, self.profiled_decode
 
     @property
+    def packs_experts(self) -> bool:
+        """Whether experts that are stored in 4-bit floats stay so on the card."""
+        return self.native_mxfp4
+
+    @property
     def slice_sizes(self) -> tuple[int, int] | None:
         """(threshold, tokens per slice) of sliced attention; None: attention is never sliced."""
         if not (self.sdpa_slicing and self.fused_sdpa):

@@ -30,6 +30,9 @@ class Generation(NamedTuple):
         return int(self.memory_bytes * USABLE_FRACTION)
 
 
+VENDOR_PACKAGE = "habana_frameworks.torch"
+"""The vendor's bridge to torch."""
+
 GENERATIONS = {
     "gaudi2": Generation("GAUDI2", "Gaudi 2", 96 * GIB, 240.0, (0x1020, 0x1021)),
     "gaudi3": Generation("GAUDI3", "Gaudi 3", 128 * GIB, 448.0, (0x1060, 0x1063)),

@@ -9,6 +9,7 @@ from typing import Any
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
+from config.execution import PACKED_EXPERTS_FLAG
 from config.model.architectures import is_native
 from config.model.kv_cache_dtype import ON_GAUDI, kv_width
 from config.model.model_config import ModelConfig
@@ -17,7 +18,12 @@ from engine.reports.buckets import BLOCK_SIZE, SECONDS_PER_GRAPH, planned_table
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.select import GAUDI_STRATEGY
 from hpu.gaudi_devices import GIB, generation
-from hpu.model_loader.size_estimate import count_active_parameters, count_parameters, state_bytes
+from hpu.model_loader.size_estimate import (
+    count_active_parameters,
+    count_parameters,
+    has_packed_experts,
+    state_bytes,
+)
 from hpu.protocol import PREFILL
 from hpu.worker.card_plan import CardDemand, CardPlan, changes, plan_card, with_companions
 
@@ -43,6 +49,7 @@ PROBE_PERIOD_S = 10
 QUANTIZED_NOTE = (
     "the checkpoint's weights are quantized, which is not served yet: they are counted in {}"
 )
+EXPANDED_NOTE = f"packed experts are counted in {{}}: --{PACKED_EXPERTS_FLAG} keeps them in 4 bits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +157,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         max_prefill_batch=schedule.prefill_batch(),
         prefix_caching=cache.enable_prefix_caching,
         distributes_experts=config.parallel.enable_expert_parallel,
+        packs_experts=config.execution.packs_experts,
         offload=config.offload,
     )
     demand = with_companions(demand, config, facts)
@@ -158,7 +166,10 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     strategy = GAUDI_STRATEGY if config.buckets.strategy == "auto" else config.buckets.strategy
     notes = []
     if facts.is_quantized and facts.quantization is None:
-        notes.append(QUANTIZED_NOTE.format(dtype))
+        if not has_packed_experts(facts):
+            notes.append(QUANTIZED_NOTE.format(dtype))
+        elif not demand.packs_experts:
+            notes.append(EXPANDED_NOTE.format(dtype))
     if card.tiers is not None and not card.tiers.fits:
         notes.append(
             f"--kv-offloading-size and --swap-space hold {card.tiers.host_blocks} KV blocks of "

@@ -38,7 +38,14 @@ from hpu.backends.gaudi_group import GaudiGroup
 from hpu.bucketing.select import GAUDI_STRATEGY
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 from hpu.doctor.machine import distribution_version
-from hpu.gaudi_devices import GENERATIONS, OUT_OF_MEMORY, has_kernel, max_experts, release_of
+from hpu.gaudi_devices import (
+    GENERATIONS,
+    OUT_OF_MEMORY,
+    VENDOR_PACKAGE,
+    has_kernel,
+    max_experts,
+    release_of,
+)
 from hpu.layers.embedding import ParallelLMHead
 from hpu.ops.kernels import Kernels, SliceSizes
 from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
@@ -69,8 +76,6 @@ from hpu.quantization.stored.uint4 import (
 from hpu.quantization.stored.weights import StoredExperts, StoredWeight
 
 logger = logging.getLogger(__name__)
-
-ROOT = "habana_frameworks.torch"
 
 
 MAX_SHAPES = 1 << 16
@@ -197,10 +202,10 @@ class GaudiBackend(Backend):
         self._disables_tensor_cache = True
         self._graphs: weakref.WeakSet[HpuGraph] = weakref.WeakSet()
         try:
-            self._htorch = importlib.import_module(ROOT)
-            self._htcore = importlib.import_module(f"{ROOT}.core")
-            self._hpu = importlib.import_module(f"{ROOT}.hpu")
-            self._metrics = importlib.import_module(f"{ROOT}.hpu.metrics")
+            self._htorch = importlib.import_module(VENDOR_PACKAGE)
+            self._htcore = importlib.import_module(f"{VENDOR_PACKAGE}.core")
+            self._hpu = importlib.import_module(f"{VENDOR_PACKAGE}.hpu")
+            self._metrics = importlib.import_module(f"{VENDOR_PACKAGE}.hpu.metrics")
             self._check_mode(choice)
             # The runtime acquires the card that belongs to the rank.
             self._group = GaudiGroup(ranks)
@@ -238,7 +243,7 @@ class GaudiBackend(Backend):
         return self._copies.kind
 
     def _check_mode(self, choice: ModeChoice) -> None:
-        internal = importlib.import_module(f"{ROOT}.utils.internal")
+        internal = importlib.import_module(f"{VENDOR_PACKAGE}.utils.internal")
         if bool(internal.is_lazy()) != choice.is_lazy:
             raise ConfigError(
                 f"mode {choice.mode} needs PT_HPU_LAZY_MODE={int(choice.is_lazy)}, but the runtime "
@@ -284,7 +289,7 @@ class GaudiBackend(Backend):
 
     def _generation(self) -> str | None:
         """Generation of the card, a key of GENERATIONS; None if unknown."""
-        experimental = importlib.import_module(f"{ROOT}.utils.experimental")
+        experimental = importlib.import_module(f"{VENDOR_PACKAGE}.utils.experimental")
         kinds = experimental.synDeviceType
         found = experimental._get_device_type()
         return {kinds.synDeviceGaudi2: "gaudi2", kinds.synDeviceGaudi3: "gaudi3"}.get(found)
@@ -595,7 +600,7 @@ class GaudiBackend(Backend):
         if self._mode not in (HPU_GRAPHS, TORCH_COMPILE):
             yield False
             return
-        config = importlib.import_module(f"{ROOT}.internal.bridge_config")
+        config = importlib.import_module(f"{VENDOR_PACKAGE}.internal.bridge_config")
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(config.env_setting("PT_COMPILE_ONLY_MODE", True))

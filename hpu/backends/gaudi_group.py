@@ -7,9 +7,10 @@ import torch
 
 from config.errors import ConfigError
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, Ranks, join, leave
+from hpu.gaudi_devices import VENDOR_PACKAGE
 
-CORE = "habana_frameworks.torch.core"
-MODULE = "habana_frameworks.torch.distributed.hccl"
+CORE = f"{VENDOR_PACKAGE}.core"
+MODULE = f"{VENDOR_PACKAGE}.distributed.hccl"
 
 
 class GaudiGroup:

@@ -104,7 +104,9 @@ def _closed_nodes(cards: tuple[Card, ...]) -> list[Finding]:
         return []
     nodes = "; ".join(f"{card.node} ({card.owner or 'owner unknown'})" for card in closed)
     what = f"user {os.getuid()} may not open {nodes}"
-    owner = closed[0].owner
+    # A node that is closed to its group needs the remedy that opens the others, too.
+    owners = sorted((card.owner for card in closed if card.owner), key=lambda o: o.opens_to_group)
+    owner = owners[0] if owners else None
     if not owner:
         do = "run as a user who may"
     elif owner.opens_to_group:

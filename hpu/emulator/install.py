@@ -8,10 +8,11 @@ explains how tensors get their device.
 import sys
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.library import Library
 
 from config.errors import ConfigError
@@ -84,6 +85,9 @@ class Emulator:
         )
         self._libraries = [ops, register_fakes(), *self._device_libraries()]
         collectives.register("hpu")
+        for name in collectives.REDUCTIONS:
+            reduce = collectives.with_known_kinds(getattr(dist.ProcessGroup, name))
+            self._patch(dist.ProcessGroup, name, reduce)
         # Without it, Module.to would put a device tensor's insides into a CPU parameter.
         self._overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
@@ -113,7 +117,9 @@ class Emulator:
                 setattr(owner, name, original)
         self._patches.clear()
         for library in self._libraries:
-            library._destroy()  # type: ignore[no-untyped-call]  # torch's own
+            # At the end of the process, torch has destroyed them before.
+            with suppress(ValueError):
+                library._destroy()  # type: ignore[no-untyped-call]  # torch's own
         self._libraries.clear()
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)

@@ -97,6 +97,14 @@ def _card_bytes(spec: WeightSpec, width: int, *, expands_experts: bool) -> int:
     return outputs * scheme.num_groups(inputs) * (2 * width + 1) // 2
 
 
+def has_packed_experts(config: ModelConfig) -> bool:
+    """Whether the checkpoint has experts in 4-bit floats."""
+    if config.architecture not in ARCHITECTURES:
+        return False
+    entries = decoder_weight_map(config, decoder_spec(config)).entries()
+    return any(spec.is_packed for spec in entries)
+
+
 def stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iterator[WeightSpec]:
     """Tensors of a pipeline stage, with the same division as Decoder."""
     for spec in weight_map.outer:
@@ -168,10 +176,11 @@ def weight_bytes(
     distributes_experts: bool = False,
     num_engines: int = 1,
     stage: Stage = WHOLE,
+    packs_experts: bool = False,
 ) -> int:
     """Weight bytes per card of a pipeline stage with `num_cards` cards, `width` bytes per weight.
-    Parameters: see count_parameters. Includes the rotary table for `length` tokens and, on the
-    first stage, the vision tower."""
+    Parameters: see count_parameters; `packs_experts`: whether experts in 4-bit floats stay so.
+    Includes the rotary table for `length` tokens and, on the first stage, the vision tower."""
     # Cosines and sines, each of the rotated size.
     rotary = 2 * sum(_rotated_sizes(config)) * length
     tower = config.num_tower_parameters if stage.is_first else 0
@@ -192,6 +201,20 @@ def weight_bytes(
         expands = bool(moe and moe.clamped_swiglu)
         weights = sum(_card_bytes(spec, width, expands_experts=expands) for spec in own)
         return weights + (rotary + absorbed + tower) * width
+    saved = 0
+    if packs_experts and has_packed_experts(config):
+        specs = _own_specs(
+            config,
+            num_cards,
+            distributes_experts=distributes_experts,
+            num_engines=num_engines,
+            stage=stage,
+        )
+        experts = [spec for spec in specs if spec.is_packed]
+        sizes = [size for size in map(WeightSpec.packed_bytes, experts) if size is not None]
+        # A part that ends inside a block is dequantized, with its layer.
+        if len(sizes) == len(experts):
+            saved = sum(spec.num_elements() for spec in experts) * width - sum(sizes)
     parameters = count_parameters(
         config,
         num_cards,
@@ -199,7 +222,7 @@ def weight_bytes(
         num_engines=num_engines,
         stage=stage,
     )
-    return (parameters + rotary + absorbed + tower) * width
+    return (parameters + rotary + absorbed + tower) * width - saved
 
 
 def kv_block_bytes(

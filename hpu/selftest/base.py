@@ -1,6 +1,7 @@
 """Checks of the self-test, which are found by their files, and the orders for a process that runs
 checks. A check is an assumption about a card as a small program, with settings that avoid it."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,12 +15,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from config.execution import EmulatorSettings
-from hpu.gaudi_devices import GENERATIONS, Generation, has_kernel, max_experts, release_of
+from hpu.gaudi_devices import (
+    GENERATIONS,
+    VENDOR_PACKAGE,
+    Generation,
+    has_kernel,
+    max_experts,
+    release_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROOT = "habana_frameworks.torch"
 CHECKS_FOLDER = Path(__file__).parent / "checks"
 HOLDS, FAILS, HANGS, UNKNOWN = "holds", "fails", "hangs", "unknown"
 """Outcomes of a check."""
@@ -148,10 +155,9 @@ class Card:
         shape: ModelShape = ModelShape(),  # noqa: B008  # frozen
     ) -> None:
         self.torch: ModuleType = import_module("torch")
-        self.module(ROOT)
-        core = self.module(f"{ROOT}.core")
-        self.hpu = self.module(f"{ROOT}.hpu")
-        self.metrics = self.module(f"{ROOT}.hpu.metrics")
+        core = self.module("core")
+        self.hpu = self.module("hpu")
+        self.metrics = self.module("hpu.metrics")
         self.rank = rank
         self.shape = shape
         self.recipe_folder = recipe_folder
@@ -160,12 +166,12 @@ class Card:
         """Ends the recipe and launches it; without effect outside of lazy mode."""
 
     def module(self, name: str) -> ModuleType:
-        """A module of the vendor."""
-        return import_module(name)
+        """A module of the vendor's package."""
+        return import_module(f"{VENDOR_PACKAGE}.{name}")
 
     def kernels(self) -> ModuleType:
         """The vendor's fused kernels."""
-        return self.module(f"{ROOT}.hpex.kernels")
+        return self.module("hpex.kernels")
 
     @property
     def generation(self) -> Generation:
@@ -173,7 +179,7 @@ class Card:
         return GENERATIONS[self._generation_name()]
 
     def _generation_name(self) -> str:
-        experimental = self.module(f"{ROOT}.utils.experimental")
+        experimental = self.module("utils.experimental")
         kinds, found = experimental.synDeviceType, experimental._get_device_type()
         names = {kinds.synDeviceGaudi2: "gaudi2", kinds.synDeviceGaudi3: "gaudi3"}
         if found not in names:
@@ -197,6 +203,14 @@ class Card:
         generator = self.torch.Generator().manual_seed(seed)
         found: Tensor = self.torch.randint(-16, 17, shape, generator=generator) / 8
         return found
+
+    def unequal(self, *shape: int, seed: int = 0) -> "Tensor":
+        """Different multiples of 1/8 on the CPU in a random order, a third of them negative, for
+        programs that assume nothing of the order of ties."""
+        count = math.prod(shape)
+        generator = self.torch.Generator().manual_seed(seed)
+        order: Tensor = self.torch.randperm(count, generator=generator)
+        return (order.view(shape) - count // 3) / 8
 
     def put(self, tensor: "Tensor") -> "Tensor":
         """A copy on the card."""

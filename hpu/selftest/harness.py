@@ -16,7 +16,6 @@ from hpu.selftest.base import (
     COMPILE,
     FAILS,
     HOLDS,
-    ROOT,
     UNKNOWN,
     Began,
     Card,
@@ -68,7 +67,7 @@ def _open(orders: Orders) -> Card:
     """Load the runtime, join the other ranks, and acquire the card."""
     card = Card(orders.software, orders.rank, f"{orders.folder}/recipes", orders.shape)
     if orders.num_ranks > 1:
-        hccl = card.module(f"{ROOT}.distributed.hccl")
+        hccl = card.module("distributed.hccl")
         hccl.initialize_distributed_hpu(
             world_size=orders.num_ranks, rank=orders.rank, local_rank=orders.rank
         )

@@ -87,6 +87,8 @@ class CardDemand:
     prefix_caching: bool = True
     distributes_experts: bool = False
     """Expert parallelism: whole experts on each card, instead of a part of each expert."""
+    packs_experts: bool = False
+    """Whether experts that are stored in 4-bit floats stay so."""
     max_tokens_per_step: int = 1
     """Tokens that a decode verifies per sequence. If above 1, sliding-window layers cache the whole
     context."""
@@ -209,6 +211,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         distributes_experts=distributes_experts,
         num_engines=demand.num_engines,
         stage=stage,
+        packs_experts=demand.packs_experts,
     )
     # Only the last stage drafts, since it has the hidden states.
     drafter = demand.drafter_sizes(demand.num_cards) if stage.is_last else NO_DRAFTER

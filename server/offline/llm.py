@@ -16,6 +16,7 @@ from tqdm import tqdm
 from config.checkpoint.resolve import resolve
 from config.engine import DUMMY, EXTERNAL_LAUNCHER
 from config.errors import UserError
+from config.loading.env import chosen_device, disable_autoload
 from config.model.model_config import GENERATION_LIMITS
 from config.model.read_config import read_model_config
 from config.params.beam_search import BeamSearchParams
@@ -80,6 +81,8 @@ class LLM:
     def __init__(self, model: str, **flags: Any) -> None:
         loaded = with_fallbacks({"model": model, **flags})
         engine, server = loaded.engine, loaded.server
+        if chosen_device(engine.device) == "hpu":
+            disable_autoload()
         check_device(engine.device)
         path = resolve(
             engine.model,

@@ -153,6 +153,19 @@ class WeightSpec(NamedTuple):
         """Number of distinct shards of `output` on `num_ranks` ranks; shards are in rank order."""
         return min(num_ranks, self.num_heads[output]) if self.num_heads else num_ranks
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the tensor is a half of an MXFP4 weight."""
+        return bool(self.mxfp4)
+
+    def packed_bytes(self) -> int | None:
+        """Bytes of an MXFP4 weight that stays in 4 bits a number and 8 a block; 0 for the half with
+        its scales. None for a shard that ends inside a block."""
+        begin, end = self.mxfp4_columns or (0, 0)
+        if begin % MXFP4_BLOCK or end % MXFP4_BLOCK:
+            return None
+        return self.num_elements() * (MXFP4_BLOCK // 2 + 1) // MXFP4_BLOCK
+
     def num_elements(self) -> int:
         """Number of elements of the parameter that the tensor fills, or of the quantized weight; 0
         for scales and other extra tensors."""

@@ -1,8 +1,9 @@
 """The emulated `hccl` backend over gloo: ranks from the environment, initialisation before the
 first use of the card, and detection of ranks that run different collectives."""
 
+import functools
 import zlib
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from hpu.emulator.card.device import POINT_TO_POINT, Device
-from hpu.emulator.card.tensor import tensors_in
+from hpu.emulator.card.tensor import device_tensors, tensors_in
 
 RANK_VARIABLES = {
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
@@ -22,8 +23,26 @@ RANK_VARIABLES = {
 """Variables of a rank, and the variables of MPI that replace them if it sets all three."""
 
 
+REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "_reduce_scatter_base")
+"""Methods of torch's ProcessGroup with a kind of reduction in their options."""
+KINDS = (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
+"""Kinds of reduction of the vendor's library (the bridge's collective_utils.cpp)."""
 TEXT_BYTES = 1024
 """Size limit of a collective's description, which ranks exchange when they disagree."""
+
+
+def with_known_kinds(original: Callable[..., object]) -> Callable[..., object]:
+    """A method in REDUCTIONS that refuses other kinds than KINDS for tensors of the card."""
+
+    @functools.wraps(original)
+    def reduce(*args: object, **kwargs: object) -> object:
+        for given in (*args, *kwargs.values()):
+            kind = getattr(given, "reduceOp", None)
+            if kind and kind.op not in KINDS and device_tensors((args, kwargs)):
+                raise RuntimeError("Unsupported ReduceOp for HCCL process group")
+        return original(*args, **kwargs)
+
+    return reduce
 
 
 class CollectiveCheck:

@@ -306,7 +306,11 @@ class Device:
             result = self._run_faulty(op.name, func, args, kwargs)
         else:
             result = rules.run(func, args, kwargs, self._report_misuse)
-        if op.is_view or op.is_empty or self.variables.int64():
+        if op.is_empty:
+            for out in tensors_in(result):
+                fill_with_garbage(out)
+            return result
+        if op.is_view or self.variables.int64():
             return result
         for out in tensors_in(result):
             if out.dtype == torch.int64 and out.numel():
@@ -501,9 +505,8 @@ class Device:
             return False
         if name in config.unsupported or name in config.extra_supported:
             return name in config.extra_supported
-        return registry.is_supported(
-            func, args, kwargs, config.generation, has_int64=self.variables.int64()
-        )
+        mode = registry.Mode(is_lazy=self.is_lazy(), has_int64=self.variables.int64())
+        return registry.is_supported(func, args, kwargs, config.generation, mode)
 
     def _fall_back(self, name: str) -> None:
         """The op runs on the host, after everything before it."""

@@ -92,7 +92,8 @@ class Step(NamedTuple):
     kwargs: Any
     results: tuple[int, ...]
     constants: tuple[Tensor, ...] | None
-    """Values that a random op drew: a graph repeats them, because it has no seed input."""
+    """Values that a random op drew, which each replay repeats. The bridge makes a seed for each
+    replay, in code that it calls untested (ExecuteCachedGraph in hpu_lazy_tensors.cpp)."""
     is_static: bool
     """Whether a static replay may skip the op: a view, or memory without contents."""
 

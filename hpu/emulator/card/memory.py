@@ -2,6 +2,10 @@
 
 from hpu.emulator.settings import EmulatorConfig
 
+ALIGNMENT = {"gaudi2": 128, "gaudi3": 256}
+"""Each storage takes a multiple of this many bytes, by generation (the bridge's device_memory.cpp;
+the number is from the HAL of HabanaAI/SynapseAI_Core)."""
+
 
 class Allocation:
     """Device bytes, in use as long as this object lives; views share the allocation of their base.
@@ -34,6 +38,7 @@ class Memory:
 
     def __init__(self, config: EmulatorConfig) -> None:
         self.limit = config.limit_bytes
+        self._alignment = ALIGNMENT[config.generation]
         self._says_so = "out-of-memory" not in config.faults
         self.in_use = 0
         self.peak = 0
@@ -43,7 +48,8 @@ class Memory:
         self.largest = 0
 
     def allocate(self, size: int) -> Allocation:
-        """A storage of `size` bytes."""
+        """A storage of `size` bytes, rounded up to the alignment."""
+        size = -(-size // self._alignment) * self._alignment
         if self.in_use + size > self.limit:
             if not self._says_so:
                 raise RuntimeError("synStatus=26 [Generic failure] while the launch was enqueued")

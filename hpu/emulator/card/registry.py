@@ -4,7 +4,8 @@
 release 1.19) registers for the device: the keys of its scripts/hpu_op.yaml, the list
 scripts/ops_list/ops.hpu, and `matmul` of kernels_register.cpp. An op outside of it runs if torch
 composes it of others, and falls back to the host otherwise. LIMITS are the bridge's own fallback
-checks (hpu_ops/**/*_gen.cpp).
+checks (hpu_ops/**/*_gen.cpp; habana_kernels/kernels_register.cpp for lazy mode,
+habana_eager/kernels_impl.cpp for eager mode).
 
 `registered_dtypes.txt` lists the dtypes of ops, as in the last hpu_op.yaml that names them (release
 1.19). In the newest state (2025) only the norms keep their list: the runtime's kernels, whose
@@ -31,42 +32,100 @@ COMPOSED_OF_UNREGISTERED = frozenset(("aten::cummax", "aten::cummin"))
 MAX_STABLE_SORT = 37
 """Longest dimension that the card sorts with `stable`."""
 
-MAX_GATHER_DIMS = 5
+MAX_DIMS = 5
+"""Dimensions that the kernels of the ops below take."""
+
+MAX_NARROW_NONZERO_DIMS = 4
+"""Dimensions up to which `nonzero` has a kernel that lacks float16."""
+
+NONZERO = frozenset(
+    (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.int8, torch.bool)
+)
+PUT = frozenset((*NONZERO, torch.float16))
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+NARROW_INTEGERS = (torch.int16, torch.uint8)
 
 Arguments = dict[str, Any]
 
 
-def _index_reduce(given: Arguments) -> bool:
+class Mode(NamedTuple):
+    """How the card runs an op."""
+
+    is_lazy: bool
+    has_int64: bool
+    """Whether int64 has 64 bits, else it is int32."""
+
+
+def _index_reduce(given: Arguments, mode: Mode) -> bool:
     return bool(given["reduce"] == "amax" and given["dim"] == 0 and given["include_self"])
 
 
-def _sort(given: Arguments) -> bool:
+def _index_put(given: Arguments, mode: Mode) -> bool:
+    dtype = given["self"].dtype
+    return dtype in PUT or dtype in (FP8 if mode.is_lazy else NARROW_INTEGERS)
+
+
+def _nonzero(given: Arguments, mode: Mode) -> bool:
+    dtype, dims = given["self"].dtype, given["self"].dim()
+    if mode.is_lazy and dims > MAX_DIMS:
+        return False
+    return dtype in NONZERO or (dtype == torch.float16 and dims > MAX_NARROW_NONZERO_DIMS)
+
+
+def _masked_select(given: Arguments, mode: Mode) -> bool:
+    return given["self"].dim() <= MAX_DIMS and (mode.is_lazy or given["self"].dtype in PUT)
+
+
+def _has_few_dims(given: Arguments, mode: Mode) -> bool:
+    """Whether each tensor has few dimensions enough for the kernels of lazy mode."""
+    tensors = (value for value in given.values() if isinstance(value, Tensor))
+    return not mode.is_lazy or all(tensor.dim() <= MAX_DIMS for tensor in tensors)
+
+
+def _divide(given: Arguments, mode: Mode) -> bool:
+    result = torch.result_type(given["self"], given["other"])
+    return not given.get("rounding_mode") or result not in (torch.uint8, torch.bool)
+
+
+def _sort(given: Arguments, mode: Mode) -> bool:
+    if not _has_few_dims(given, mode):
+        return False
     size, dim = given["self"].shape, given["dim"] % max(given["self"].dim(), 1)
     if not given.get("stable"):
         return True
     return dim != 0 and bool(size[dim] <= MAX_STABLE_SORT)
 
 
-def _where(given: Arguments) -> bool:
+def _where(given: Arguments, mode: Mode) -> bool:
     if given["condition"].dtype != torch.bool:
         return False
     # Scalars have no dtype.
-    return getattr(given["self"], "dtype", None) not in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return getattr(given["self"], "dtype", None) not in FP8
 
 
-LIMITS: dict[str, Callable[[Arguments], bool]] = {
+LIMITS: dict[str, Callable[[Arguments, Mode], bool]] = {
     "aten::index_reduce": _index_reduce,
     "aten::index_reduce_": _index_reduce,
-    "aten::index_select": lambda given: given["self"].dim() <= MAX_GATHER_DIMS,
+    "aten::index_select": lambda given, _: given["self"].dim() <= MAX_DIMS,
+    "aten::index_put": _index_put,
+    "aten::index_put_": _index_put,
+    "aten::_index_put_impl_": _index_put,
+    "aten::index_add": _has_few_dims,
+    "aten::scatter_add_": _has_few_dims,
+    "aten::nonzero": _nonzero,
+    "aten::masked_select": _masked_select,
+    "aten::unique_dim": lambda given, _: not given["sorted"],
+    "aten::div": _divide,
+    "aten::div_": _divide,
     "aten::sort": _sort,
     "aten::where": _where,
-    "aten::embedding": lambda given: not (given["scale_grad_by_freq"] or given["sparse"]),
+    "aten::embedding": lambda given, _: not (given["scale_grad_by_freq"] or given["sparse"]),
 }
 """Whether the card runs the op with these arguments."""
 
 
 ALIASES = {
-    "float8": (torch.float8_e4m3fn, torch.float8_e5m2),
+    "float8": FP8,
     # The bridge adds these to each list that has the other type (scripts/gen_op.py).
     "int8": (torch.int8, torch.bool),
 }
@@ -79,12 +138,12 @@ class DtypeRule(NamedTuple):
     inputs: tuple[str, ...]
     dtypes: frozenset[torch.dtype]
 
-    def allows(self, given: Arguments, *, has_int64: bool) -> bool:
+    def allows(self, given: Arguments, mode: Mode) -> bool:
         """Whether the arguments are of these dtypes: several named arguments have the dtype to
-        which torch promotes them. `has_int64`: whether int64 has 64 bits, else it is int32."""
+        which torch promotes them."""
         return all(
             dtype in self.dtypes
-            or (dtype == torch.int64 and not has_int64 and torch.int32 in self.dtypes)
+            or (dtype == torch.int64 and not mode.has_int64 and torch.int32 in self.dtypes)
             for dtype in self._found(given)
         )
 
@@ -99,7 +158,7 @@ class DtypeRule(NamedTuple):
 
 
 def is_supported(
-    func: Any, args: tuple[Any, ...], kwargs: Arguments, generation: str, *, has_int64: bool
+    func: Any, args: tuple[Any, ...], kwargs: Arguments, generation: str, mode: Mode
 ) -> bool:
     """Whether the card runs the overload `func` itself with these arguments on host tensors."""
     if not _is_registered(func):
@@ -108,9 +167,7 @@ def is_supported(
     if not (limit or rules):
         return True
     given = _named(func, args, kwargs)
-    return (not limit or limit(given)) and all(
-        rule.allows(given, has_int64=has_int64) for rule in rules
-    )
+    return (not limit or limit(given, mode)) and all(rule.allows(given, mode) for rule in rules)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in text.split())
 
 
-HOST_READS = frozenset(("aten::_local_scalar_dense", "aten::equal"))
+HOST_READS = frozenset(("aten::_local_scalar_dense", "aten::equal", "aten::allclose"))
 """Ops whose result is a host value."""
 
 DATA_SHAPED = _names("""

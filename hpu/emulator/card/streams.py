@@ -42,6 +42,10 @@ class StreamClock:
         """The host has waited for all streams."""
         self.done = dict.fromkeys(range(self._num_streams), self.now)
 
+    def is_done(self, times: Times) -> bool:
+        """Whether the host has waited for the work of each stream up to its time."""
+        return all(at <= self.done.get(key, 0) for key, at in times.items())
+
 
 def merge(times: Times, other: Times) -> None:
     """Raise each time in `times` to the time in `other`."""
@@ -206,6 +210,7 @@ class CardEvent:
         self._position = self._device.queue.position()
         self._launched = self._device.launches.launched
         self._moment_s = time.perf_counter()
+        self._device.clock.now += 1
         self.seen = self._state.seen
 
     def wait(self, stream: "CardStream | None" = None) -> None:
@@ -229,6 +234,9 @@ class CardEvent:
             raise RuntimeError("elapsed_time needs events made with enable_timing=True")
         if not (self._state and end._state):
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        clock = self._device.clock
+        if not (clock.is_done(self.seen) and clock.is_done(end.seen)):
+            raise RuntimeError("synEventElapsedTime failed: an event is not complete")
         if self._device.has_fault("events"):
             return -1.0
         return (end._moment_s - self._moment_s) * 1e3

@@ -87,6 +87,27 @@ class HpuTensor(Tensor):
         first = next(tensor for tensor in given if isinstance(tensor, HpuTensor))
         return first.owner.run(func, args, kwargs, given)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        # Torch's own copy, and its pickling, read a storage that a wrapper does not have.
+        copied: Tensor = self.clone()
+        if getattr(self, "_is_param", False):
+            copied = torch.nn.Parameter(copied, requires_grad=False)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return to_card, (self.cpu(),)
+
+    @property
+    def data(self) -> Tensor:
+        return torch.ops.aten.detach.default(self)  # type: ignore[no-any-return]  # an op's result
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Refused: the bridge exchanges the storage (HbLazyTensor::ShallowCopyTo), and no source
+        says what the graphs that read it do then."""
+        raise RuntimeError("the emulator does not follow an assignment to the data of a tensor")
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -133,6 +154,11 @@ class HpuTensor(Tensor):
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()
+
+
+def to_card(host: Tensor) -> Tensor:
+    """A copy of a CPU tensor on the card."""
+    return host.to(DEVICE)
 
 
 def device_tensors(value: Any) -> list[HpuTensor]:

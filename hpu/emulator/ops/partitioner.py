@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 ALWAYS = frozenset(
     (
@@ -23,16 +24,27 @@ DYNAMIC_ONLY = frozenset(
     )
 )
 """Operators that leave graphs with symbolic shapes."""
+COLLECTIVES = "_c10d_functional"
+"""Namespace of the collectives of compiled code, which no validation of the bridge admits to a
+graph (its test_hpu_propose_partitions.py)."""
 MAX_INDEXED_DIMS = 4
 
 
 def left_out(graph: GraphModule, *, is_dynamic: bool) -> Iterator[tuple[str, str]]:
     """(operator, reason) of each node of a lowered graph that does not stay in it. `is_dynamic`:
-    whether the graph has symbolic shapes."""
+    whether the graph has symbolic shapes; shapes that depend on data are always symbolic."""
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    is_dynamic = is_dynamic or any(
+        free_unbacked_symbols(value) for value in values if isinstance(value, Tensor)
+    )
     for node in graph.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        name = node.target._schema.name.partition("::")[2]
+        namespace, _, name = node.target._schema.name.partition("::")
+        if namespace == COLLECTIVES:
+            if name != "wait_tensor":
+                yield name, "a collective runs alone"
+            continue
         if reason := _reason(name, node, is_dynamic):
             yield name, reason
 

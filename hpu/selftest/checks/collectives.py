@@ -13,7 +13,7 @@ NUM_RANKS = 2
 
 def collectives(card: Card) -> Iterator[Comparison]:
     """Eager collectives. The group exists: it is created before the first use of the card."""
-    dist = card.module("torch.distributed")
+    dist = card.torch.distributed
     torch, rank = card.torch, card.rank
     hosts = [card.values(64, seed=number) for number in range(NUM_RANKS)]
     own = card.put(hosts[rank])
@@ -35,7 +35,7 @@ def collectives(card: Card) -> Iterator[Comparison]:
 
 def captured(card: Card) -> Iterator[Comparison]:
     """A collective inside a graph, with a mark before it."""
-    dist, rank = card.module("torch.distributed"), card.rank
+    dist, rank = card.torch.distributed, card.rank
 
     def function(x: "Tensor") -> "Tensor":
         doubled = x * 2

@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from hpu.selftest.base import Card, Check, Comparison, Fallback
@@ -15,6 +15,17 @@ OTHER_MODE = Fallback("execution-mode", ("torch-compile", "lazy", "eager"))
 KEEP_TENSORS = Fallback("PT_HPUGRAPH_DISABLE_TENSOR_CACHE", ("0",))
 LESS_MEMORY = Fallback("gpu-memory-utilization", ("0.8",))
 MIB = 1 << 20
+
+
+def _fill(targets: "Iterable[Tensor]", *hosts: "Tensor") -> None:
+    """Overwrite inputs of a graph."""
+    for target, host in zip(targets, hosts, strict=True):
+        target.copy_(host)
+
+
+def _written(card: Card, number: int) -> "tuple[Tensor, Tensor]":
+    """Rows that call `number` writes to a cache of 32 rows, and their slots."""
+    return card.values(4, 8, seed=number), card.torch.arange(number, 32, 8).int()
 
 
 def replay(card: Card) -> Iterator[Comparison]:
@@ -49,14 +60,12 @@ def writes(card: Card) -> Iterator[Comparison]:
         return cache.index_select(0, slots) * 2
 
     graph = card.graph(write)
-    rows_on_card, slots_on_card = card.put(card.values(4, 8)), card.put(torch.arange(4).int())
+    given = [card.put(host) for host in _written(card, 0)]
     for number in range(4):
-        rows = card.values(4, 8, seed=number)
-        slots = torch.arange(number, 32, 8).int()
-        rows_on_card.copy_(rows)
-        slots_on_card.copy_(slots)
+        rows, slots = _written(card, number)
+        _fill(given, rows, slots)
         expected.index_copy_(0, slots.long(), rows)
-        yield Comparison(f"rows of call {number}", graph(rows_on_card, slots_on_card), rows * 2)
+        yield Comparison(f"rows of call {number}", graph(*given), rows * 2)
         # Takes memory that the graph has freed.
         card.put(card.values(256, 256)).add_(1)
     yield Comparison("the cache after all calls", cache, expected)
@@ -103,13 +112,12 @@ def slices(card: Card) -> Iterator[Comparison]:
         return cache[8:24] * 2
 
     graph = card.graph(write)
-    rows_on_card, slots_on_card = card.put(card.values(4, 8)), card.put(torch.arange(4).int())
+    given = [card.put(host) for host in _written(card, 0)]
     for number in range(3):
-        rows, slots = card.values(4, 8, seed=number), torch.arange(number, 32, 8).int()
-        rows_on_card.copy_(rows)
-        slots_on_card.copy_(slots)
+        rows, slots = _written(card, number)
+        _fill(given, rows, slots)
         expected.index_copy_(0, slots.long(), rows)
-        found = graph(rows_on_card, slots_on_card)
+        found = graph(*given)
         yield Comparison(f"a slice of the cache, call {number}", found, expected[8:24] * 2)
 
 
@@ -137,10 +145,8 @@ def state_updates(card: Card) -> Iterator[Comparison]:
     for number, indices in enumerate(written):
         rows = card.values(2, 2, 3, 4, seed=number + 2)
         is_fresh = torch.tensor([number == 2, False]).view(2, 1, 1, 1)
-        hosts = torch.tensor(indices).int(), rows, is_fresh
-        for target, host in zip(given, hosts, strict=True):
-            target.copy_(host)
         chosen = torch.tensor(indices)
+        _fill(given, chosen.int(), rows, is_fresh)
         own = states.index_select(0, chosen).masked_fill(is_fresh, 0.0)
         expected = own * 0.5 + rows
         states.index_copy_(0, chosen, expected)
@@ -159,15 +165,11 @@ def cache_views(card: Card) -> Iterator[Comparison]:
         return cache.view(8, 4, 8).index_select(0, blocks) * 2
 
     graph = card.graph(write)
-    given = [
-        card.put(host) for host in (torch.zeros(4, 8), torch.arange(4).int(), torch.arange(3).int())
-    ]
+    given = [card.put(host) for host in (*_written(card, 0), torch.arange(3).int())]
     for number in range(4):
-        rows = card.values(4, 8, seed=number)
-        slots = torch.arange(number, 32, 8).int()
+        rows, slots = _written(card, number)
         blocks = torch.tensor([number, 7 - number, 2]).int()
-        for target, host in zip(given, (rows, slots, blocks), strict=True):
-            target.copy_(host)
+        _fill(given, rows, slots, blocks)
         expected.index_copy_(0, slots.long(), rows)
         wanted = expected.view(8, 4, 8).index_select(0, blocks.long()) * 2
         yield Comparison(f"blocks of call {number}", graph(*given), wanted)
@@ -185,9 +187,7 @@ def sampling(card: Card) -> Iterator[Comparison]:
     graph = card.graph(function)
     given = card.put(torch.zeros(2, 128))
     for number in range(3):
-        order = torch.randperm(256, generator=torch.Generator().manual_seed(number))
-        # Unequal values: nothing is assumed of the order of ties.
-        scores = (order.view(2, 128) - 40) / 8
+        scores = card.unequal(2, 128, seed=number)
         given.copy_(scores)
         found = graph(given)
         # Takes memory that the graph has freed.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hpu.selftest.base import ROOT, Card, Check, Comparison, Fallback
+from hpu.selftest.base import Card, Check, Comparison, Fallback
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -160,7 +160,7 @@ def block_softmax(card: Card) -> Iterator[Comparison]:
 
 def norm(card: Card) -> Iterator[Comparison]:
     torch = card.torch
-    fused = card.module(f"{ROOT}.hpex.normalization").FusedRMSNorm
+    fused = card.module("hpex.normalization").FusedRMSNorm
     size = card.shape.hidden_size
     x, weight = card.values(2, 5, size, seed=1), card.values(size, seed=2)
     expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
@@ -189,7 +189,7 @@ def float16_kernels(card: Card) -> Iterator[Comparison]:
     torch = card.torch
     size = card.shape.hidden_size
     x, weight = card.values(2, 5, size, seed=1), card.values(size, seed=2)
-    fused = card.module(f"{ROOT}.hpex.normalization").FusedRMSNorm
+    fused = card.module("hpex.normalization").FusedRMSNorm
     found = fused.apply(card.put(x.half()), card.put(weight.half()), 1e-6)
     expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
     yield Comparison("RMS norm of float16", found, expected, BFLOAT16)
@@ -209,7 +209,7 @@ CHECKS = (
         name="fused-sdpa",
         assumption="FusedSDPA takes eleven arguments; causal attention ignores padding by int32 "
         "lengths",
-        source=f"{BRIDGE}, python_packages/habana_frameworks/torch/hpex/kernels/FusedSDPA.py",
+        source=f"{BRIDGE}, FusedSDPA.py",
         program=causal_attention,
         fallbacks=(UNFUSED,),
         is_quick=True,

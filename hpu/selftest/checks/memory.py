@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpu.gaudi_devices import OUT_OF_MEMORY
-from hpu.selftest.base import ROOT, Card, Check, Comparison, Fallback
+from hpu.selftest.base import Card, Check, Comparison, Fallback
 
 MIB = 1 << 20
 NUM_MIB = 64
@@ -84,7 +84,7 @@ def metrics(card: Card) -> Iterator[Comparison]:
 
 def names(card: Card) -> Iterator[Comparison]:
     for module, words in NAMES.items():
-        found = card.module(f"{ROOT}.{module}")
+        found = card.module(module)
         missing = [word for word in words if not hasattr(found, word)]
         yield Comparison(f"missing names of {module}", missing, [])
 
@@ -115,7 +115,7 @@ CHECKS = (
     Check(
         name="runtime-names",
         assumption="the vendor's modules have the names that a server uses",
-        source="HabanaAI/gaudi-pytorch-bridge, python_packages/habana_frameworks",
+        source="HabanaAI/gaudi-pytorch-bridge, its Python package",
         program=names,
         fallbacks=(),
         is_quick=True,

@@ -72,9 +72,7 @@ def index_reduce(card: Card) -> Iterator[Comparison]:
 
 def sampling(card: Card) -> Iterator[Comparison]:
     torch = card.torch
-    # Unequal values: nothing is assumed of the order of ties.
-    order = torch.randperm(256, generator=torch.Generator().manual_seed(3))
-    scores = (order.view(2, 128) - 100) / 8
+    scores = card.unequal(2, 128, seed=3)
     ids = torch.tensor([[3, 100, 7], [9, 1, 0]])
 
     def comparisons() -> Iterator[Comparison]:
@@ -93,10 +91,7 @@ def sampling(card: Card) -> Iterator[Comparison]:
 
 
 def routing(card: Card) -> Iterator[Comparison]:
-    torch = card.torch
-    # Unequal values: nothing is assumed of the order of ties.
-    order = torch.randperm(48, generator=torch.Generator().manual_seed(4))
-    scores = (order.view(6, 8) - 20) / 8
+    scores = card.unequal(6, 8, seed=4)
 
     def comparisons() -> Iterator[Comparison]:
         yield _on_card(card, "max of a row", lambda x: x.max(-1, keepdim=True).values, scores)

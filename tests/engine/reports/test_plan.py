@@ -11,7 +11,7 @@ from config.buckets import BucketConfig
 from config.data_parallel import DataParallelConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
-from config.execution import WarmupConfig
+from config.execution import ExecutionConfig, WarmupConfig
 from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
@@ -192,6 +192,31 @@ def test_quantized_weights_are_counted_as_if_they_were_not() -> None:
 
     assert "are quantized, which is not served yet: they are counted in bfloat16" in as_text(plan)
     assert as_json(plan)["weight_bytes"] == as_json(plain)["weight_bytes"]
+
+
+def test_experts_in_mxfp4_are_counted_as_they_are_kept(tmp_path: Path) -> None:
+    raw = {
+        **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 64},
+        **{"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "num_local_experts": 8},
+        **{"num_experts_per_tok": 2, "max_position_embeddings": 4096, "sliding_window": 128},
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    facts = read_model_config(str(tmp_path))
+
+    wide, packed = (
+        make_plan(
+            facts, config(execution=ExecutionConfig(native_mxfp4=native)), Target(device="gaudi3")
+        )
+        for native in (False, True)
+    )
+
+    numbers = 2 * 8 * 3 * 64 * 128
+    saved = as_json(wide)["weight_bytes"] - as_json(packed)["weight_bytes"]
+    assert saved == numbers * 2 - numbers * 17 // 32
+    assert "--native-mxfp4 keeps them in 4 bits" in as_text(wide)
+    assert "packed experts" not in as_text(packed)
 
 
 def test_told_blocks_are_the_plans() -> None:

@@ -23,6 +23,7 @@ from hpu.gaudi_devices import BOTH, KERNELS, Kernel
 from hpu.layers.moe import Experts
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.quantized_weights import E2M1
+from hpu.model_loader.size_estimate import weight_bytes
 from hpu.models.registry import build_model
 from hpu.ops.gaudi_modules import VllmMixtureOfExpertsOp
 from hpu.quantization.registry import process_weights
@@ -96,6 +97,19 @@ def test_a_kernel_that_differs_is_left_with_one_warning(
         assert len(experts) > 1
         assert all(expert.moe_op is None for expert in experts)
     assert caplog.text.count("run on plain operations") == 1
+
+
+def test_the_estimate_is_what_experts_in_mxfp4_take_on_a_card(folder: Path) -> None:
+    facts = read_model_config(str(folder))
+    held, estimates = [], []
+    for native in (False, True):
+        with loaded(folder, native=native) as (_, experts):
+            packed = [expert.quantized_weights for expert in experts]
+            held.append(sum(weight.num_bytes for weight in packed if weight is not None))
+            held[-1] += sum(own.nbytes for expert in experts for own in expert.parameters())
+        estimates.append(weight_bytes(facts, num_cards=1, width=2, length=0, packs_experts=native))
+
+    assert held[0] - held[1] == estimates[0] - estimates[1]
 
 
 def test_experts_in_mxfp4_stay_so_where_it_is_asked_for(folder: Path) -> None:

@@ -161,6 +161,17 @@ def test_a_node_that_this_user_may_not_open_is_named_with_its_owner_and_the_reme
         check_start(gaudi.seen())
 
 
+def test_the_remedy_for_several_nodes_opens_all_of_them(
+    gaudi: GaudiMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(8):
+        (gaudi.root / f"dev/accel/accel{number}").chmod(0o600 if number == 5 else 0o660)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+
+    with pytest.raises(ConfigError, match="docker run --user"):
+        check_start(gaudi.seen())
+
+
 def test_an_unknown_driver_version_is_called_unknown(gaudi: GaudiMachine) -> None:
     gaudi.driver = None
 

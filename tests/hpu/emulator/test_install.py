@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -26,6 +27,16 @@ def test_nothing_is_left_when_the_emulator_is_taken_away() -> None:
     assert not any(name.partition(".")[0] == "habana_frameworks" for name in sys.modules)
     with pytest.raises((NotImplementedError, RuntimeError, ModuleNotFoundError)):
         torch.ones(1, device="hpu")
+
+
+def test_the_emulator_is_taken_away_after_torch_has_destroyed_its_operators() -> None:
+    with emulated() as card:
+        # As at the end of a process, where torch is first.
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # private
+            if (alive := finalizer.peek()) and alive[0] in card._libraries:
+                finalizer()
+
+    assert not hasattr(torch, "hpu")
 
 
 def test_a_back_end_that_nobody_closed_leaves_the_tracer_of_torch_enabled() -> None:

@@ -1,12 +1,17 @@
 """Small programs that a card refuses, or runs otherwise, and that the emulator once let pass."""
 
+import copy
+import importlib
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from emulated import emulated
 from torch import Tensor
+from torch import distributed as dist
 
 
 def _wrapped(function: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
@@ -39,6 +44,50 @@ def test_dtypes_outside_of_the_bridges_list_fall_back(name: str) -> None:
         OF_DTYPES[name]()
 
         assert card.counters.fallback_ops == {name: 1}
+
+
+def _of_dims(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return _ones(dtype, *[1] * (count - 1), 2)
+
+
+ROW: dict[str, Any] = {"dtype": torch.int32, "device": "hpu"}
+LIMITED: dict[str, tuple[str, Callable[[], object]]] = {
+    "sort": ("lazy", lambda: _of_dims(6).sort()),
+    "scatter_add_": (
+        "lazy",
+        lambda: _of_dims(6).scatter_add_(5, _of_dims(6, torch.int32), _of_dims(6)),
+    ),
+    "index_add": ("lazy", lambda: _of_dims(6).index_add(5, torch.ones(2, **ROW), _of_dims(6))),
+    "index_put_": (
+        "lazy",
+        lambda: _ones(torch.uint8).index_put_((torch.ones(1, **ROW),), _ones(torch.uint8, 1)),
+    ),
+    "index_put": (
+        "eager",
+        lambda: _ones(torch.float8_e4m3fn).index_put(
+            (torch.ones(1, **ROW),), _ones(torch.float8_e4m3fn, 1)
+        ),
+    ),
+    "nonzero": ("both", lambda: _ones(torch.float16).nonzero()),
+    "masked_select": ("both", lambda: _of_dims(6).masked_select(_of_dims(6) > 0)),
+    "unique_dim": ("both", lambda: torch.unique(_ones(torch.float32, 2, 2), dim=0)),
+    "div": (
+        "both",
+        lambda: torch.div(_ones(torch.uint8), _ones(torch.uint8), rounding_mode="floor"),
+    ),
+}
+"""By operator: the modes in which its arguments are beyond the bridge's own limits."""
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("name", LIMITED)
+def test_arguments_beyond_the_limits_of_an_operator_fall_back(name: str, lazy: bool) -> None:
+    limited_in, run = LIMITED[name]
+    with emulated(lazy=lazy) as card:
+        run()
+
+        is_limited = limited_in in ("both", "lazy" if lazy else "eager")
+        assert card.counters.fallback_ops == ({name: 1} if is_limited else {})
 
 
 def test_dtypes_of_the_bridges_list_run_on_the_card() -> None:
@@ -160,3 +209,130 @@ def test_a_graph_on_another_stream_must_wait_for_its_inputs() -> None:
 
         assert card.counters.counts["stream_order"] == 1
         assert y.shape == (2,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
+@pytest.mark.parametrize("lazy", [True, False])
+def test_new_memory_holds_garbage(lazy: bool, dtype: torch.dtype) -> None:
+    with emulated(lazy=lazy):
+        zeros = torch.zeros(4, dtype=dtype, device="hpu")
+        del zeros
+
+        made = torch.empty(4, dtype=dtype, device="hpu")
+
+        assert not (made.cpu() == torch.zeros(4, dtype=dtype)).any()
+        assert not (torch.empty_like(made).cpu() == torch.zeros(4, dtype=dtype)).any()
+
+
+def test_a_replay_without_tensor_cache_gets_new_memory_with_garbage() -> None:
+    def half(x: Tensor) -> Tensor:
+        made = torch.empty(2, 2, device="hpu")
+        made[0].copy_(x)
+        return made
+
+    with emulated() as card:
+        graph = _wrapped(half, disable_tensor_cache=True)
+        found = [graph(torch.ones(2, device="hpu")).cpu() for _ in range(2)]
+
+        assert card.counters.counts["view_write"] == 1
+        assert [bool(rows[1].isnan().all()) for rows in found] == [True, True]
+
+
+@pytest.mark.parametrize(("generation", "size"), [("gaudi2", 128), ("gaudi3", 256)])
+def test_memory_is_taken_in_multiples_of_the_alignment(generation: str, size: int) -> None:
+    with emulated(generation=generation) as card:
+        before = card.memory.in_use
+
+        made = torch.empty(1, dtype=torch.uint8, device="hpu")
+
+        assert card.memory.in_use - before == size
+        assert made.shape == (1,)
+
+
+def test_an_event_has_a_time_once_the_host_has_waited_for_it() -> None:
+    with emulated():
+        hpu: Any = torch.hpu  # type: ignore[attr-defined]  # the emulator's
+        begin, end = hpu.Event(enable_timing=True), hpu.Event(enable_timing=True)
+        begin.record()
+        end.record()
+
+        with pytest.raises(RuntimeError, match="an event is not complete"):
+            begin.elapsed_time(end)
+
+        end.synchronize()
+        assert begin.elapsed_time(end) > 0
+        end.record()
+        with pytest.raises(RuntimeError, match="an event is not complete"):
+            begin.elapsed_time(end)
+
+
+def test_copies_and_pickles_of_tensors_are_tensors_of_the_card() -> None:
+    with emulated() as card:
+        x = torch.ones(2, device="hpu")
+        parameter = torch.nn.Parameter(torch.ones(2, device="hpu"), requires_grad=False)
+
+        copies = copy.deepcopy(x), copy.deepcopy(parameter), pickle.loads(pickle.dumps(x))
+        x.add_(1)
+
+        assert isinstance(copies[1], torch.nn.Parameter)
+        assert [(found.device.type, found.tolist()) for found in copies] == [("hpu", [1, 1])] * 3
+        with card.step():
+            pickle.dumps(x)
+        assert card.counters.counts["host_sync"] == 1
+
+
+def test_an_index_of_a_shape_that_depends_on_data_divides_a_compiled_graph() -> None:
+    with emulated(lazy=False) as card, torch.inference_mode():
+        compiled = torch.compile(
+            lambda x: x[x > 0], backend="hpu_backend", fullgraph=True, dynamic=False
+        )
+
+        compiled(torch.ones(2, device="hpu"))
+
+        assert ("left_out_of_graph", "index") in [found[:2] for found in card.counters.misuses]
+
+
+def test_a_comparison_of_all_values_reads_the_card() -> None:
+    with emulated() as card:
+        x = torch.ones(2, device="hpu")
+
+        with card.step():
+            assert torch.allclose(x, x)
+
+        assert card.counters.counts["host_sync"] == 1
+
+
+def test_an_assignment_to_the_data_of_a_tensor_is_refused() -> None:
+    with emulated():
+        x = torch.ones(2, device="hpu")
+        parameter = torch.nn.Parameter(torch.ones(2, device="hpu"), requires_grad=False)
+
+        x.data.fill_(3)
+        for target in (x, parameter):
+            with pytest.raises(RuntimeError, match="an assignment to the data of a tensor"):
+                target.data = torch.zeros(2, device="hpu")
+
+        assert x.tolist() == [3, 3]
+
+
+def test_a_collective_leaves_a_compiled_graph_and_has_a_kind_that_the_library_knows(
+    tmp_path: Path,
+) -> None:
+    def summed(x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x + 1
+
+    with emulated(lazy=False) as card, torch.inference_mode():
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+        dist.init_process_group("hccl", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+        try:
+            compiled = torch.compile(summed, backend="hpu_backend", dynamic=False)
+
+            assert compiled(torch.ones(2, device="hpu")).tolist() == [2, 2]
+            with pytest.raises(RuntimeError, match="Unsupported ReduceOp for HCCL"):
+                dist.all_reduce(torch.ones(2, device="hpu"), dist.ReduceOp.AVG)
+        finally:
+            dist.destroy_process_group()
+
+        kinds = {misuse.op: misuse.kind for misuse in card.counters.misuses}
+        assert kinds["all_reduce"] == "left_out_of_graph"

@@ -33,6 +33,18 @@ SMALL: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
+def test_other_processes_of_a_model_on_a_card_do_not_load_the_vendors_runtime(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PT_HPU_AUTOLOAD", "")
+    monkeypatch.delenv("PT_HPU_AUTOLOAD")
+
+    with pytest.raises(ConfigError, match="habana_frameworks, the runtime of Gaudi"):
+        LLM("m", device="hpu")
+
+    assert os.environ["PT_HPU_AUTOLOAD"] == "0"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")
