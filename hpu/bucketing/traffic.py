@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from functools import lru_cache
 
 import numpy as np
 
@@ -62,9 +63,11 @@ def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
     return dict(total)
 
 
+# A second to compute; the table, the order of its warm-up and a plan ask for the same.
+@lru_cache(maxsize=4)
 def general_launches(limits: BucketLimits) -> Launches:
     """Launches of servers that answer chats, code or summaries, for a server whose traffic is not
-    known. A quarter of the prompts begin with a cached prefix."""
+    known. A quarter of the prompts begin with a cached prefix. Callers do not change the result."""
     rng = random.Random(0)
     total: Counter[Bucket] = Counter()
     scale = min(1.0, limits.max_model_len / GENERAL_CONTEXT)

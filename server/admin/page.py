@@ -2,7 +2,10 @@
 data that it requests needs a key if the server has keys."""
 
 import asyncio
+import functools
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -40,12 +43,10 @@ def page_routes(state: AppState) -> APIRouter:
     """Routes of the page, its files and its data. URLs in the page are relative, so that a reverse
     proxy may add a path prefix."""
     router = APIRouter(include_in_schema=False)
-    folder = files("server") / "page"
-    _serve_file(router, "/", (folder / "page.html").read_bytes(), "text/html; charset=utf-8")
-    for file in (*folder.iterdir(), *(folder / "vendor").iterdir()):
-        kind = KINDS.get(file.name.rpartition(".")[2])
-        if kind is not None:
-            _serve_file(router, PAGE_FILES + file.name, file.read_bytes(), kind)
+    for path, file in _page_files().items():
+        # Starlette's route: FastAPI reads the signature of each endpoint, which takes longer than
+        # everything else that a start does for the page.
+        router.add_route(path, file.respond, include_in_schema=False)
 
     @router.get("/page/state")
     async def get_state() -> Response:
@@ -56,16 +57,33 @@ def page_routes(state: AppState) -> APIRouter:
     return router
 
 
-def _serve_file(router: APIRouter, path: str, content: bytes, kind: str) -> None:
-    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    headers = {"content-type": kind, "etag": tag, **HEADERS}
+@dataclass(frozen=True, slots=True)
+class _PageFile:
+    content: bytes
+    headers: Mapping[str, str]
 
-    # Clients use HEAD / to check whether a server is there.
-    @router.api_route(path, methods=["GET", "HEAD"])
-    async def get_file(request: Request) -> Response:
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers=headers)
-        return Response(content, headers=headers)
+    @classmethod
+    def of(cls, content: bytes, kind: str) -> "_PageFile":
+        tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+        return cls(content, {"content-type": kind, "etag": tag, **HEADERS})
+
+    async def respond(self, request: Request) -> Response:
+        if request.headers.get("if-none-match") == self.headers["etag"]:
+            return Response(status_code=304, headers=self.headers)
+        return Response(self.content, headers=self.headers)
+
+
+@functools.cache
+def _page_files() -> Mapping[str, _PageFile]:
+    """The page and its files by their paths."""
+    folder = files("server") / "page"
+    page = (folder / "page.html").read_bytes()
+    found = {"/": _PageFile.of(page, "text/html; charset=utf-8")}
+    for file in (*folder.iterdir(), *(folder / "vendor").iterdir()):
+        kind = KINDS.get(file.name.rpartition(".")[2])
+        if kind is not None:
+            found[PAGE_FILES + file.name] = _PageFile.of(file.read_bytes(), kind)
+    return found
 
 
 async def _shapes(state: AppState) -> Any:

@@ -3,6 +3,7 @@
 All API servers receive the same stats, so each API server reports the engines without summing.
 """
 
+import functools
 import time
 from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -39,6 +40,15 @@ RANK_GAUGES = (
     ("warmup_compilations", "hpu_rank_warmup_compilations", "Graphs that its warm-up compiled."),
 )
 """Gauges per worker of an engine with several workers: (field of RankFacts, name, text)."""
+
+
+@functools.cache
+def _torch_version() -> str:
+    """Version of torch; empty if it is not installed."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
 
 
 class EngineCollector:
@@ -94,10 +104,6 @@ class _EngineMetrics:
         """Arrival time of the latest stats, time.monotonic."""
         self._compiled = dict.fromkeys(STAGES, (0, 0.0))
         """Number of observed compilations and their total seconds, by stage."""
-        try:
-            self._torch = version("torch")
-        except PackageNotFoundError:
-            self._torch = ""
 
     def observe(self, stats: EngineStats) -> None:
         """Take the samples of a stats message."""
@@ -429,7 +435,7 @@ class _EngineMetrics:
         yield self._info(
             "hpu_info",
             "What this server runs on.",
-            {"device": device, "driver": driver, "software": software, "torch": self._torch},
+            {"device": device, "driver": driver, "software": software, "torch": _torch_version()},
         )
 
     def _ranks(self, freed: Collection[str]) -> Iterator[Metric]:

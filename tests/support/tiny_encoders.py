@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slow_model import raw
-from tiny_models import COMMON, FAMILIES, PAD, VOCAB_SIZE, write_tokenizer
+from tiny_models import COMMON, FAMILIES, PAD, VOCAB_SIZE, built_once, write_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
@@ -41,8 +41,9 @@ ENCODERS: dict[str, dict[str, Any]] = {
 }
 
 
+@built_once
 def make_pooling(
-    family: str, folder: Path, *, num_labels: int | None = None, **overrides: Any
+    family: str, folder: Path | str, *, num_labels: int | None = None, **overrides: Any
 ) -> Path:
     """Write a float32 checkpoint of `family`, a key of ENCODERS or of tiny_models.FAMILIES, without
     a head or with a head of `num_labels` labels; gives the folder."""
@@ -58,6 +59,7 @@ def make_pooling(
         for name, parameter in model.named_parameters():
             if "norm" in name.lower() or name.endswith("bias"):
                 parameter.data += 0.2 * torch.randn_like(parameter)
+    folder = Path(folder)
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder

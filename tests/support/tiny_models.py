@@ -1,8 +1,12 @@
 """Tiny random checkpoints of every family, with a byte-level tokenizer, as folders on disk."""
 
+import functools
 import json
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from releases import transformers_before
@@ -212,6 +216,31 @@ CHAT_TEMPLATE = (
 )
 
 
+Make = TypeVar("Make", bound=Callable[..., Path])
+
+
+def built_once(make: Make) -> Make:
+    """`make(family, folder, **fields)`, which writes the files of an earlier call with the same
+    arguments. To build a model takes longer than most tests, and most ask for one of few."""
+
+    @functools.lru_cache(maxsize=32)
+    def files_of(family: str, fields: bytes) -> Mapping[str, bytes]:
+        with tempfile.TemporaryDirectory() as folder:
+            make(family, folder, **pickle.loads(fields))
+            return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+    @functools.wraps(make)
+    def write(family: str, folder: Path | str, **fields: Any) -> Path:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files_of(family, pickle.dumps(fields)).items():
+            (folder / name).write_bytes(content)
+        return folder
+
+    return cast(Make, write)
+
+
+@built_once
 def make_tiny(
     family: str, folder: Path | str, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
 ) -> Path:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_models import COMMON, IM_START, VOCAB_SIZE, rope_fields, write_tokenizer
+from tiny_models import COMMON, IM_START, VOCAB_SIZE, built_once, rope_fields, write_tokenizer
 from tiny_models import FAMILIES as TEXTS
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -429,6 +429,7 @@ UNLISTED = {
 """Families whose images only transformers knows."""
 
 
+@built_once
 def make_tiny_vision(
     family: str, folder: Path | str, *, seed: int = 0, weights: bool = True, **overrides: Any
 ) -> Path:

@@ -175,14 +175,14 @@ def test_biases_and_other_routers_run_on_torch(
     architecture: str,
     fields: dict[str, Any],
     has_kernel: bool,
-    library: Library,
+    built: Library,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     random_checkpoint.register(monkeypatch)
     folder = random_checkpoint.write_random(tmp_path, architecture, **HEADS, **fields)
     exact = decoded(load_decoder(folder))
-    model = packed(folder, library)
+    model = packed(folder, built)
 
     found = decoded(model, pad_rows=2, pad_blocks=1)
 
@@ -547,11 +547,11 @@ def test_attention_that_the_library_does_not_know_runs_on_torch(
 )
 @torch.inference_mode()
 def test_arrangements_that_the_library_lacks_run_on_torch(
-    family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
+    family: str, overrides: dict[str, Any], built: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, **overrides)
     exact = decoded(load_decoder(folder))
-    model = packed(folder, library)
+    model = packed(folder, built)
 
     found = decoded(model)
 

@@ -22,7 +22,7 @@ from slow_model import Ledger, raw
 from tiny_models import VOCAB_SIZE, make_tiny
 from watched_executor import WATCHED
 
-from config.buckets import BucketConfig
+from config.buckets import BucketConfig, Range
 from config.errors import ConfigError
 from config.execution import EmulatorSettings
 from config.params.offload import OffloadConfig
@@ -37,6 +37,15 @@ from hpu.offload.host_blocks import Row
 from hpu.worker.block_offload import BlockOffload
 
 NGRAM = SpeculationConfig(speculative_config='{"method": "ngram", "num_speculative_tokens": 3}')
+ALONE = BucketConfig(
+    strategy="linear",
+    prompt_batch=Range(1, 1, 1),
+    prompt_query=Range(64, 64, 64),
+    prompt_context=Range(0, 16, 16),
+    decode_batch=Range(3, 3, 3),
+    decode_blocks=Range(48, 48, 48),
+)
+"""Few buckets, for requests that come one after the other."""
 MAX_STEPS = 2000
 
 
@@ -118,7 +127,7 @@ def test_copies_on_a_warm_card_compile_nothing(kv_cache_dtype: str, tmp_path: Pa
     card_settings: dict[str, Any] = {
         "device": "hpu-emulator",
         "kv_cache_dtype": kv_cache_dtype,
-        "buckets": BucketConfig(strategy="exponential"),
+        "buckets": ALONE,
         "emulator": EmulatorSettings(is_strict=True, memory_bytes=4 << 30),
     }
     with engine(folder, OffloadConfig(), **card_settings) as core:
@@ -141,7 +150,7 @@ def test_copies_on_a_warm_card_compile_nothing(kv_cache_dtype: str, tmp_path: Pa
 def test_host_memory_is_wiped_when_it_is_given_back(device: str, tmp_path: Path) -> None:
     card: dict[str, Any] = {
         "device": device,
-        "buckets": BucketConfig(strategy="exponential"),
+        "buckets": ALONE,
         "emulator": EmulatorSettings(is_strict=True, memory_bytes=4 << 30),
     }
     with engine(
@@ -242,7 +251,7 @@ def test_a_flipped_byte_in_host_memory_is_found_and_the_block_computed_again(
 ) -> None:
     card: dict[str, Any] = {
         "device": device,
-        "buckets": BucketConfig(strategy="exponential"),
+        "buckets": ALONE,
         "emulator": EmulatorSettings(is_strict=True, memory_bytes=4 << 30),
     }
     with engine(

@@ -13,7 +13,7 @@ from slow_model import Ledger, raw
 from tiny_models import VOCAB_SIZE, make_tiny
 from watched_executor import WATCHED, WatchedExecutor
 
-from config.buckets import BucketConfig
+from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig
@@ -33,6 +33,14 @@ from hpu.offload.weight_streamer import WeightStreamer
 from hpu.worker.load import LoadedModel
 
 NUM_LAYERS = 7
+TABLE = BucketConfig(
+    strategy="linear",
+    prompt_batch=Range(1, 1, 1),
+    prompt_query=Range(32, 32, 32),
+    prompt_context=Range(0, 6, 6),
+    decode_batch=Range(3, 3, 3),
+    decode_blocks=Range(18, 18, 18),
+)
 MAX_STEPS = 2000
 
 
@@ -52,7 +60,7 @@ def engine(folder: Path, offload: OffloadConfig, **settings: Any) -> Iterator[En
         offload=offload,
         **{
             "device": "hpu-emulator",
-            "buckets": BucketConfig(strategy="exponential"),
+            "buckets": TABLE,
             "emulator": EmulatorSettings(is_strict=True, memory_bytes=4 << 30),
             **settings,
         },

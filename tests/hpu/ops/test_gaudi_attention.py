@@ -13,7 +13,7 @@ from emulated import emulated
 from tiny_models import make_tiny
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from worker_rig import WorkerRig
+from two_prompts import working
 
 from config.execution import ExecutionConfig
 from hpu.emulator.card import rules
@@ -312,19 +312,9 @@ def test_float32_scores_are_written_by_the_product(card: None) -> None:
     torch.testing.assert_close(found, decode(None, torch.float32), rtol=0.03, atol=0.03)
 
 
-def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Counter[str]:
+def launched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Operations of a decode on the emulated card by name, without operations that only make
     views."""
-    rig = WorkerRig(
-        folder,
-        device="hpu-emulator",
-        dtype="bfloat16",
-        execution=ExecutionConfig(mode="lazy"),
-        max_model_len=64,
-        max_num_seqs=2,
-        max_num_batched_tokens=32,
-        **settings,
-    )
     found: Counter[str] = Counter()
     original = Segment.add
 
@@ -333,13 +323,18 @@ def launched(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> 
             found[op] += 1
         original(self, op, parts, largest)
 
-    rig.admit(0, [3, 5, 7])
-    rig.prefill({0: None})
-    rig.step()
-    monkeypatch.setattr(Segment, "add", add)
-    rig.run([0], 1)
-    monkeypatch.undo()
-    rig.worker.close()
+    with working(
+        folder,
+        device="hpu-emulator",
+        dtype="bfloat16",
+        execution=ExecutionConfig(mode="lazy"),
+    ) as rig:
+        rig.admit(0, [3, 5, 7])
+        rig.prefill({0: None})
+        rig.step()
+        monkeypatch.setattr(Segment, "add", add)
+        rig.run([0], 1)
+        monkeypatch.undo()
     return found
 
 

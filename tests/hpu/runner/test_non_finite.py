@@ -26,7 +26,7 @@ POISON = 200
 NUM_BLOCKS = 24
 PROMPTS = [
     [(7 * number + index * index) % 190 + 4 for index in range(1 + 5 * number % 26)]
-    for number in range(36)
+    for number in range(16)
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fastapi.openapi.models import OpenAPI
 from http_rig import VOCAB_SIZE, TalkingClient, ids, in_memory, on_port
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.model.special_tokens import NAMED_TOKENS
@@ -138,13 +138,19 @@ async def test_tokens_outside_the_vocabulary_are_refused(tokens: Any) -> None:
         assert response.json()["error"]["param"] == "tokens"
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
-async def test_any_text_comes_back_from_its_tokens(text: str) -> None:
-    async with in_memory() as rig:
-        tokens = (await rig.post("/tokenize", {"prompt": text})).json()["tokens"]
-        back = (await rig.post("/detokenize", {"tokens": tokens})).json()
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
-        assert back == {"prompt": text}
+
+# To make a server takes longer than to ask it.
+@settings(max_examples=8)
+@given(st.lists(TEXT, min_size=8, max_size=16))
+async def test_any_text_comes_back_from_its_tokens(texts: list[str]) -> None:
+    async with in_memory() as rig:
+        for text in texts:
+            tokens = (await rig.post("/tokenize", {"prompt": text})).json()["tokens"]
+            back = (await rig.post("/detokenize", {"tokens": tokens})).json()
+
+            assert back == {"prompt": text}
 
 
 async def test_what_a_client_needs_to_tokenize_here_is_told() -> None:
