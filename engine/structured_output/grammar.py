@@ -21,6 +21,7 @@ from engine.structured_output.bounds import (
     check_cycles,
     check_grammar_size,
     check_pattern_size,
+    is_recursive,
     with_ascii_classes,
     with_ascii_patterns,
 )
@@ -41,9 +42,13 @@ MAX_GRAMMAR_SIZE = 20_000
 MAX_ROW_ITEMS = 8_000
 """Grammar size and items per parser row, in the library's units. Both limits allow an object of
 about 2,000 optional properties."""
-MAX_STEP_ITEMS = {"grammar": 10_000}
-"""Parser items per token by kind of spec; 50,000 for other kinds. Ordinary rules take fewer than
-1,000. An item of ambiguous rules takes 2 us, of a JSON object 0.2 us."""
+MAX_STEP_ITEMS, MAX_RECURSIVE_STEP_ITEMS = 10_000, 2_000
+"""Parser items per token of Lark and EBNF, and with recursive rules; 50,000 for other kinds.
+Ordinary rules take fewer than 1,000. An item of ambiguous recursive rules takes up to 40 us, of a
+JSON object 0.2 us."""
+MAX_STEP_FUEL = 100_000
+"""Work on patterns per token, in the library's units: about 20 ms. Ordinary patterns take fewer
+than 20,000."""
 PROBE_STEPS = 256
 """Random tokens with which a new grammar is probed: most grammars that explode do so early."""
 EXTRA_PROBES, EXTRA_PROBE_STEPS = 12, 24
@@ -146,6 +151,7 @@ class Grammar:
         self.mean_step_s = 0.0
         """Moving mean of the processor time per token; 0 without a limit."""
         self._debt_s = 0.0
+        self._start: GrammarState | None = None
         self._compiled_bytes = compiled_bytes
         self.slow_s = 0.0
         """Total time beyond SLOW_STEP_S of slow tokens, over all outputs, in seconds."""
@@ -157,12 +163,12 @@ class Grammar:
         self.source: str | None = None
         """Library source of the constrained part; None without a constrained part."""
         if not self.is_constrained:
-            self._start = GrammarState(None, vocabulary)
             return
         limits = LLParserLimits(
             max_grammar_size=MAX_GRAMMAR_SIZE,
             max_items_in_row=MAX_ROW_ITEMS,
-            step_max_items=MAX_STEP_ITEMS.get(spec.kind),
+            step_max_items=_max_step_items(spec),
+            step_lexer_fuel=MAX_STEP_FUEL,
         )
         is_checked = source is not None
         self.source = source or _SOURCES[spec.kind](spec.text, vocabulary)
@@ -182,7 +188,7 @@ class Grammar:
 
     def start(self) -> "GrammarState":
         """The state at the start of an output. Takes no time for the library."""
-        return self._start.shared()
+        return GrammarState(None, self.vocabulary) if self._start is None else self._start.shared()
 
     def spend(self, step_s: float) -> None:
         """Account for the processor time of a token of an output; may set `refusal`."""
@@ -404,6 +410,13 @@ class Guide:
         if self.num_tokens < self._min_tokens:
             return without(bitmask, self._end_tokens)
         return without(bitmask, self._eos) if self._ignore_eos else bitmask
+
+
+def _max_step_items(spec: GrammarSpec) -> int | None:
+    """Limit of parser items per token; None: the limit of the library."""
+    if spec.kind != "grammar":
+        return None
+    return MAX_RECURSIVE_STEP_ITEMS if is_recursive(spec.text) else MAX_STEP_ITEMS
 
 
 def _overdue(spent_s: float, count: int) -> str | None:
