@@ -259,7 +259,7 @@ class Request:
     @property
     def num_unmatched(self) -> int:
         """Output tokens that the grammar has not matched yet; 0 without a grammar."""
-        return 0 if self.guide is None else len(self.output_token_ids) - self.guide.num_tokens
+        return len(self.output_token_ids) - self.guide.num_tokens if self.guide else 0
 
     def advance_grammar(self) -> str | None:
         """Advance the grammar by the first unmatched token. Returns an error message if the grammar
@@ -275,7 +275,7 @@ class Request:
     def match_output(self) -> str | None:
         """Advance the grammar by all unmatched tokens; returns the error of `advance_grammar`."""
         error = None
-        while self.num_unmatched and error is None:
+        while self.num_unmatched and not error:
             error = self.advance_grammar()
         return error
 

@@ -51,8 +51,8 @@ class GrammarMatching:
         self._waiting.append(request)
 
     def catch_up(self) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """Match tokens of the added requests. Returns the requests without unmatched tokens, which
-        leave, and those whose grammar cannot continue, with the reasons."""
+        """Match tokens of the added requests. Returns the requests without unmatched tokens, and
+        the requests whose grammar cannot continue, with the reasons; both leave."""
         unfinished = [request for request in self._waiting if request.state != FINISHED]
         failed, ready, self._waiting = _matched(unfinished)
         return ready, failed
@@ -70,12 +70,12 @@ def _matched(
     for request in sorted(requests, key=_mean_step_s):
         guide, error = request.guide, None
         assert guide is not None, f"request {request.key} has no grammar"
-        while request.num_unmatched and error is None:
+        while request.num_unmatched and not error:
             if guide.limits_time and num_matched and time.thread_time() > end_s:
                 break
             error = request.advance_grammar()
             num_matched += 1
-        if error is not None:
+        if error:
             failed.append((request, error))
         elif request.num_unmatched:
             behind.append(request)
@@ -85,4 +85,4 @@ def _matched(
 
 
 def _mean_step_s(request: Request) -> float:
-    return 0.0 if request.guide is None else request.guide.mean_step_s
+    return request.guide.mean_step_s if request.guide else 0.0

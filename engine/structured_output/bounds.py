@@ -237,7 +237,7 @@ def _num_recursive_items(rules: _Rules) -> int:
 
 
 def _recursive_groups(rules: _Rules) -> dict[str, str]:
-    """Rule -> a rule that stands for all rules that derive each other (Kosaraju's algorithm)."""
+    """Rule -> first rule of its group, the rules that derive each other (Kosaraju's algorithm)."""
     uses = {
         name: [item for sequence in alternatives for item in sequence if item in rules]
         for name, alternatives in rules.items()

@@ -138,7 +138,7 @@ class GrammarCompiler:
         Overloaded if too many specs of `client` are pending."""
         with self._lock:
             future = self._cached.get(spec)
-            if future is not None and (refusal := _refusal_of(future)):
+            if future and (refusal := _refusal_of(future)):
                 future = self._cached[spec] = Future()
                 message = f"the {spec.kind} cannot be followed: {refusal}"
                 future.set_exception(UserError(message, param="structured_outputs"))
@@ -302,12 +302,12 @@ def prepare(setup: bytes) -> Call:
 
 def _bytes_of(future: "Future[Grammar]") -> int:
     grammar = _grammar_of(future)
-    return 0 if grammar is None else grammar.num_bytes
+    return grammar.num_bytes if grammar else 0
 
 
-def _refusal_of(future: "Future[Grammar]") -> str | None:
+def _refusal_of(future: "Future[Grammar]") -> str:
     grammar = _grammar_of(future)
-    return None if grammar is None else grammar.refusal
+    return grammar.refusal if grammar else ""
 
 
 def _grammar_of(future: "Future[Grammar]") -> Grammar | None:

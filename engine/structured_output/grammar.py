@@ -143,11 +143,11 @@ class Grammar:
     ) -> None:
         """Raises UserError if the spec is wrong or too large. Other threads run meanwhile.
         `source`: source of an equal grammar that was checked and compiled in another process, with
-        `compiled_bytes` of memory; skips the checks. `limits_time`: refuse the grammar if its outputs take
-        too long to match."""
+        `compiled_bytes` of memory; skips the checks. `limits_time`: refuse the grammar if its
+        outputs take too long to match."""
         self.limits_time = limits_time
-        self.refusal: str | None = None
-        """Why no output may be matched any further; None while outputs may."""
+        self.refusal = ""
+        """Why no output may be matched any further; empty while outputs may."""
         self.mean_step_s = 0.0
         """Moving mean of the processor time per token; 0 without a limit."""
         self._debt_s = 0.0
@@ -188,7 +188,7 @@ class Grammar:
 
     def start(self) -> "GrammarState":
         """The state at the start of an output. Takes no time for the library."""
-        return GrammarState(None, self.vocabulary) if self._start is None else self._start.shared()
+        return self._start.shared() if self._start else GrammarState(None, self.vocabulary)
 
     def spend(self, step_s: float) -> None:
         """Account for the processor time of a token of an output; may set `refusal`."""
@@ -198,7 +198,7 @@ class Grammar:
             return
         self.mean_step_s += (step_s - self.mean_step_s) / MEAN_STEPS
         self._debt_s = max(0.0, self._debt_s + step_s - STEP_S)
-        if self._debt_s > MAX_DEBT_S and self.refusal is None:
+        if self._debt_s > MAX_DEBT_S and not self.refusal:
             self.refusal = (
                 f"its outputs took {self._debt_s:.3f} s more than {STEP_S} s per token, at most "
                 f"{MAX_DEBT_S} s may"
@@ -347,14 +347,13 @@ class Guide:
     def advance(self, token: int) -> str | None:
         """Advance by an allowed token; returns `error`. Takes no time if the grammar is refused."""
         self.num_tokens += 1
-        if self._grammar.refusal is None:
+        if not self._grammar.refusal:
             # Thread time: the load of the machine must not count against the grammar.
             start = time.thread_time()
             self._follow(token)
             self._update()
             self._grammar.spend(time.thread_time() - start)
-        if self.error is None:
-            self.error = self._grammar.refusal
+        self.error = self.error or self._grammar.refusal or None
         return self.error
 
     def allowed(self) -> set[int]:
