@@ -410,7 +410,7 @@ def test_the_outputs_of_a_grammar_have_a_common_budget_of_time(
     for _ in range(100):
         grammar.spend(0.0)
     grammar.spend(0.15)
-    assert grammar.refusal is None
+    assert not grammar.refusal
     grammar.spend(0.15)
 
     assert [guide.advance(token) for guide in guides] == [grammar.refusal] * 3
