@@ -21,9 +21,10 @@ from engine.structured_output.token_bitmask import Bitmask, bitmask_of
 from engine.transport.messages import FRONT_END_SHIFT, AddRequest, Resumption
 from hpu.protocol import NO_SLOT, TOKEN_BYTES, TOKENS_PER_WORD, RequestSampling
 
-WAITING, RUNNING, PREEMPTED, FINISHED = range(4)
+WAITING, RUNNING, PREEMPTED, FINISHED, MATCHING = range(5)
 """PREEMPTED: a plan with the request is still in flight; WAITING afterwards. FINISHED: also
-aborted or failed."""
+aborted or failed. MATCHING: not scheduled until its grammar has matched all its output; WAITING
+afterwards."""
 
 NEVER = sys.maxsize
 MIN_PENALTY = 1e-30
@@ -225,9 +226,8 @@ class Request:
         self.num_tokens += len(self.output_token_ids)
         if self.num_prompt_logprobs != NEVER:
             self.num_prompt_logprobs = resumption.num_prompt_logprobs
-        if self.guide is not None:
-            for token in self.output_token_ids:
-                self.guide.advance(token)
+        if self.num_unmatched:
+            self.state = MATCHING
 
     def restarted(self) -> "Request":
         """A waiting copy of this request with its tokens and no computed KV. The caller finishes
@@ -256,16 +256,28 @@ class Request:
         """Whether prompt log-probabilities remain to be sent."""
         return self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
-    def advance_grammar(self, token: int) -> str | None:
-        """Advance the grammar by `token`. Returns an error message if the grammar cannot
-        continue."""
+    @property
+    def num_unmatched(self) -> int:
+        """Output tokens that the grammar has not matched yet; 0 without a grammar."""
+        return len(self.output_token_ids) - self.guide.num_tokens if self.guide else 0
+
+    def advance_grammar(self) -> str | None:
+        """Advance the grammar by the first unmatched token. Returns an error message if the grammar
+        cannot continue."""
         assert self.guide is not None
-        error = self.guide.advance(token)
+        error = self.guide.advance(self.output_token_ids[self.guide.num_tokens])
         if error is not None:
             return f"the grammar cannot be followed: {error}"
-        if self.has_no_allowed_token:
+        if not self.num_unmatched and self.has_no_allowed_token:
             return f"{NO_ALLOWED_TOKEN} as output token {len(self.output_token_ids) + 1}"
         return None
+
+    def match_output(self) -> str | None:
+        """Advance the grammar by all unmatched tokens; returns the error of `advance_grammar`."""
+        error = None
+        while self.num_unmatched and not error:
+            error = self.advance_grammar()
+        return error
 
     @property
     def has_no_allowed_token(self) -> bool:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
+from itertools import chain
 from typing import Any, NoReturn
 
 import msgspec
@@ -262,7 +263,8 @@ def _check_bad_words(params: SamplingParams) -> None:
                 f"has a word of {len(word)} tokens, a word must have between 1 and "
                 f"{MAX_BAD_WORD_TOKENS}",
             )
-        for token in word:
+    if not set(map(type, chain.from_iterable(words))) <= {int}:
+        for token in chain.from_iterable(words):
             _check(_is_integer(token), name, token, "made of integer token ids")
     if not all(isinstance(word, tuple) for word in words):
         msgspec.structs.force_setattr(params, name, tuple(map(tuple, words)))

@@ -1,6 +1,7 @@
 """Admission: checks that a request can run."""
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -77,7 +78,7 @@ def _invalid_token(params: SamplingParams, vocab_size: int) -> int | None:
     lists: tuple[Collection[int] | TokenIds, ...] = (
         params.logit_bias,
         params.allowed_token_ids or (),
-        *params.bad_words_token_ids,
+        tuple(chain.from_iterable(params.bad_words_token_ids)),
     )
     found = (invalid_token(token_ids, vocab_size) for token_ids in lists)
     return next((token for token in found if token is not None), None)

@@ -17,10 +17,11 @@ from engine.core.prefill_rate import PrefillRate
 from engine.core.sleep_state import SleepState
 from engine.executors.base import Executor
 from engine.kv_cache.manager import KVCacheManager
-from engine.request import NO_ALLOWED_TOKEN, ModelLimits, Request
+from engine.request import MATCHING, NO_ALLOWED_TOKEN, ModelLimits, Request
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.encoder_cache import EncoderCacheManager
 from engine.scheduling.grammar_masks import deferred_masks
+from engine.scheduling.grammar_matching import GrammarMatching
 from engine.scheduling.launch_packer import LaunchPacker
 from engine.scheduling.lora_slots import LoRASlots
 from engine.scheduling.pooling_scheduler import PoolingScheduler
@@ -146,7 +147,8 @@ class EngineCore:
         self.num_deferred = ready.num_deferred
         """Buckets that remain to be warmed up while the engine is idle."""
         self._has_new_adapters = bool(parts.lora.infos)
-        self._outputs = OutputProcessor(self._kv)
+        self._matching = GrammarMatching()
+        self._outputs = OutputProcessor(self._kv, self._matching)
         self._sleep_state = SleepState(executor, listeners.on_progress)
         self._requests: dict[int, Request] = {}
         self._deadlines = Deadlines()
@@ -176,6 +178,7 @@ class EngineCore:
             bool(self._inflight)
             or self._scheduler.has_work
             or self._has_output
+            or self._matching.has_work
             or not self._outputs.is_empty
             or (self._sleep_state.is_pending and not self._requests)
             or self._is_called
@@ -255,7 +258,7 @@ class EngineCore:
             grammar=grammar,
         )
         self._num_arrivals += 1
-        if request.guide is not None and request.has_no_allowed_token:
+        if request.guide is not None and not request.num_unmatched and request.has_no_allowed_token:
             self._outputs.reject(key, NO_ALLOWED_TOKEN, "structured_outputs")
             return
         is_empty = params.max_tokens == 0 and params.prompt_logprobs is None
@@ -270,6 +273,8 @@ class EngineCore:
         if self._sync.is_coupled and request.guide is not None:
             self._guided.add(key)
         self._scheduler.add_request(request)
+        if request.state == MATCHING:
+            self._matching.add(request)
         self._has_output = True
 
     def abort(self, keys: Iterable[int]) -> None:
@@ -459,6 +464,8 @@ class EngineCore:
             return self._drain_events()
         if self._guided:
             self._collect_for_masks()
+        if self._matching.has_work:
+            self._catch_up()
         if self._lora.is_enabled:
             self._update_adapters()
         if self._offload.is_enabled:
@@ -554,6 +561,10 @@ class EngineCore:
         self._scheduler.finish_requests(finished)
         for request in finished:
             del self._requests[request.key]
+        if self._matching.has_behind:
+            for request in self._scheduler.hold_back(self._matching.take_behind()):
+                self._requests[request.key] = request
+                self._matching.add(request)
         self._submit_deferred_masks()
         self._scheduler.update_from_output(output.step)
         phases = [launch.phase for launch in output.plan.launches]
@@ -577,6 +588,17 @@ class EngineCore:
             self._has_output = True
         if not self._requests and not self._inflight:
             self._check_idle()
+
+    def _catch_up(self) -> None:
+        """Match output of requests whose grammar is behind."""
+        ready, failed = self._matching.catch_up()
+        for request in ready:
+            self._scheduler.enqueue(request)
+        self._scheduler.finish_requests([request for request, _ in failed])
+        now = self._clock()
+        for request, error in failed:
+            self._outputs.finish(request, "error", now, error=error, param="structured_outputs")
+            del self._requests[request.key]
 
     def _drop_corrupt(self, blocks: list[tuple[int, bytes]]) -> None:
         """Drop blocks, as (block, hash), that were copied from the host with wrong contents in the

@@ -8,6 +8,7 @@ import msgspec
 from config.params.token_ids import num_ids
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import FINISHED, Request
+from engine.scheduling.grammar_matching import GrammarMatching
 from engine.scheduling.scheduler import SchedulerOutput
 from engine.transport.messages import FRONT_END_SHIFT, EngineStats, Finish, StepOutput
 from hpu.protocol import Logprobs, StepResult
@@ -16,10 +17,13 @@ from hpu.protocol import Logprobs, StepResult
 class OutputProcessor:
     """Appends sampled tokens to requests, and collects the messages to front ends."""
 
-    def __init__(self, kv: KVCacheManager) -> None:
+    def __init__(self, kv: KVCacheManager, matching: GrammarMatching) -> None:
         self._kv = kv
+        self._matching = matching
         self._step = -1
         self._messages: dict[int, StepOutput] = {}
+        self._guided: list[Request] = []
+        """Requests of the step whose new tokens a grammar has to match."""
         self.num_step_tokens = 0
         """Tokens of the latest step as vLLM counts them: generated tokens plus the computed tokens
         of each prompt that the step completed."""
@@ -75,7 +79,7 @@ class OutputProcessor:
 
     def process(self, output: SchedulerOutput, result: StepResult, now: float) -> list[Request]:
         """Process the result of a plan. Returns the requests that it finished; their Finish is
-        queued.
+        queued. `GrammarMatching.take_behind` then returns the requests with unmatched tokens.
 
         Drops tokens of requests that finished earlier: these requests were scheduled once too
         often.
@@ -84,6 +88,8 @@ class OutputProcessor:
         self._step = result.step
         self.num_step_tokens = -self._num_unsent_tokens()
         finished = self._finished_by(output, result, now)
+        if self._guided:
+            finished += self._match(now)
         self.num_step_tokens += self._num_unsent_tokens()
         return finished
 
@@ -186,10 +192,18 @@ class OutputProcessor:
             elif num_tokens + 1 >= request.max_num_tokens:
                 self.finish(request, "length", now)
                 finished.append(request)
-            elif request.guide is not None and (error := request.advance_grammar(token)):
-                self.finish(request, "error", now, error=error, param="structured_outputs")
-                finished.append(request)
+            elif request.guide is not None:
+                self._guided.append(request)
         return finished
+
+    def _match(self, now: float) -> list[Request]:
+        """Match the new tokens of the step's requests with a grammar. Returns the requests that it
+        finished."""
+        guided, self._guided = self._guided, []
+        failed = self._matching.match(guided)
+        for request, error in failed:
+            self.finish(request, "error", now, error=error, param="structured_outputs")
+        return [request for request, _ in failed]
 
     def _append_several(
         self, requests: list[Request], result: StepResult, now: float
@@ -212,13 +226,17 @@ class OutputProcessor:
             if self._finish_at_end(request, accepted, now):
                 finished.append(request)
             elif len(accepted) < count:
-                self._fail_without_token(request, now)
+                if error := request.match_output():
+                    self.finish(request, "error", now, error=error, param="structured_outputs")
+                else:
+                    self._fail_without_token(request, now)
                 finished.append(request)
+            elif request.guide is not None:
+                self._guided.append(request)
         return finished
 
     def _finish_at_end(self, request: Request, accepted: list[int], now: float) -> bool:
-        """Finish the request if its last new token ends it or its grammar fails. Returns whether it
-        finished."""
+        """Finish the request if its last new token ends it. Returns whether it finished."""
         last = accepted[-1] if accepted else -1
         if last in request.end_ids and request.num_tokens > request.min_num_tokens:
             stop_token = last if last in request.stop_ids else None
@@ -227,11 +245,6 @@ class OutputProcessor:
         if request.num_tokens >= request.max_num_tokens:
             self.finish(request, "length", now)
             return True
-        if request.guide is not None:
-            for token in accepted:
-                if error := request.advance_grammar(token):
-                    self.finish(request, "error", now, error=error, param="structured_outputs")
-                    return True
         return False
 
     def _add_tokens(self, request: Request, tokens: list[int]) -> None:

@@ -1,6 +1,9 @@
 """Grammar masks of a plan: masks sent with the plan, and deferred masks sent after it."""
 
+import time
+
 from engine.request import FINISHED, Request
+from engine.scheduling.grammar_matching import MAX_DRAFT_STEP_S, MAX_MATCHING_S
 from engine.structured_output.token_bitmask import Bitmask, has
 from hpu.protocol import GrammarMasks, StepPlan
 
@@ -32,20 +35,24 @@ def deferred_masks(plan: StepPlan, deferred: list[Request]) -> GrammarMasks:
 def _masks_of(requests: list[Request]) -> tuple[memoryview, list[int]]:
     """Concatenated bitmasks and the number per request; no counts if each request has a single
     bitmask."""
-    bitmasks = [_bitmasks(request) for request in requests]
+    end_s = time.thread_time() + MAX_MATCHING_S
+    bitmasks = [_bitmasks(request, end_s) for request in requests]
     counts = [len(of_one) for of_one in bitmasks]
     data = b"".join(bitmask.tobytes() for of_one in bitmasks for bitmask in of_one)
     return memoryview(data), counts if max(counts, default=1) > 1 else []
 
 
-def _bitmasks(request: Request) -> list[Bitmask]:
-    """Bitmask of the next token, then a bitmask after each draft token that the grammar allows."""
+def _bitmasks(request: Request, end_s: float) -> list[Bitmask]:
+    """Bitmask of the next token, then a bitmask after each draft token that the grammar allows.
+    Drafts of a slow grammar, and drafts after `end_s` on this thread's clock, have no bitmask."""
     assert request.guide is not None
     bitmasks = [request.guide.bitmask]
-    if not request.drafts:
+    if not request.drafts or request.guide.mean_step_s > MAX_DRAFT_STEP_S:
         return bitmasks
     guide = request.guide.fork()
     for token in request.drafts:
+        if guide.limits_time and time.thread_time() > end_s:
+            break
         # No token follows an end token.
         if token in request.end_ids or not has(guide.bitmask, token) or guide.advance(token):
             break

@@ -94,6 +94,13 @@ class PoolingScheduler:
         """Always empty: pooling requests have no blocks."""
         return []
 
+    def enqueue(self, request: Request) -> None:
+        """Never called: pooling requests have no grammar."""
+
+    def hold_back(self, requests: Iterable[Request]) -> list[Request]:
+        """Always empty: pooling requests have no grammar."""
+        return []
+
     def update_from_output(self, step: int) -> None:
         """Does nothing: there are no blocks to free."""
 

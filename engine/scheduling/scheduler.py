@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from config.engine import SchedulerConfig
 from engine.kv_cache.manager import KVCacheManager
-from engine.request import FINISHED, PREEMPTED, RUNNING, WAITING, Request
+from engine.request import FINISHED, MATCHING, PREEMPTED, RUNNING, WAITING, Request
 from engine.scheduling.continuation_turns import ContinuationTurns
 from engine.scheduling.grammar_masks import add_masks
 from engine.scheduling.known_tokens import known_tokens
@@ -205,6 +205,12 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         for resource in self._resources:
             resource.add_request(request)
+        if request.state == WAITING:
+            self.enqueue(request)
+
+    def enqueue(self, request: Request) -> None:
+        """Let a request wait, which may have been in the state MATCHING."""
+        request.state = WAITING
         self.waiting.add(request)
         # File reads start while the request waits.
         self._kv.prefetch(request)
@@ -227,17 +233,30 @@ class Scheduler:
     def restart_requests(self, blocks: Set[int]) -> list[Request]:
         """Restart the requests whose block tables contain any of `blocks`, whose contents are
         wrong. Computed KV is dropped. Returns the waiting copies that replace the requests."""
-        restarted = []
-        for request in self.requests_with_blocks:
-            if request.state == FINISHED or blocks.isdisjoint(request.blocks):
-                continue
-            is_running, request.state = request.state == RUNNING, FINISHED
-            restarted.append(request.restarted())
-            self.waiting.add(restarted[-1])
-            if is_running:
-                self._has_finished = True
-                self._remove(request)
+        restarted = [
+            self._restart(request)
+            for request in self.requests_with_blocks
+            if request.state != FINISHED and not blocks.isdisjoint(request.blocks)
+        ]
+        for request in restarted:
+            self.waiting.add(request)
         return restarted
+
+    def hold_back(self, requests: Iterable[Request]) -> list[Request]:
+        """Stop requests with output that their grammar has not matched yet. Plans in flight compute
+        no further token of the requests. Returns the copies that replace the requests, in the state
+        MATCHING; `enqueue` makes them wait."""
+        held_back = [self._restart(request) for request in requests]
+        for request in held_back:
+            request.state = MATCHING
+        return held_back
+
+    def _restart(self, request: Request) -> Request:
+        is_running, request.state = request.state == RUNNING, FINISHED
+        if is_running:
+            self._has_finished = True
+            self._remove(request)
+        return request.restarted()
 
     def update_from_output(self, step: int) -> None:
         """Free the draining requests whose last plan is at most `step`: these plans have run."""

@@ -8,6 +8,7 @@ engine/structured_output/compilation.py.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
@@ -19,6 +20,9 @@ MAX_RULE_DEPTH = 500
 MAX_EXPRESSIONS = 20_000
 """Maximum names, literals and patterns in all rules of a grammar."""
 MAX_RULES = 1_000
+MAX_RECURSIVE_ITEMS = 300
+"""Maximum references between rules that derive each other. Ambiguous rules with more references
+would take seconds for a token, since the library limits parser items only."""
 MAX_PATTERN_SIZE = 100_000
 """Maximum characters and classes of a regular expression, counted repetitions expanded."""
 MAX_PATTERN_OPTIONS = 10_000
@@ -185,7 +189,8 @@ named `(3` for example, and precedes the rule that contains it."""
 
 
 def check_cycles(lark: str) -> None:
-    """Raise UserError for a rule that can derive itself alone, such as `a: a? | "x"`.
+    """Raise UserError for a rule that can derive itself alone, such as `a: a? | "x"`, and for too
+    many references between rules that derive each other.
 
     Texts then have infinitely many derivations, and the library (1.9) does not finish with some of
     these grammars. Syntax: https://github.com/guidance-ai/llguidance. The library rejects invalid
@@ -209,6 +214,66 @@ def check_cycles(lark: str) -> None:
             "alone, in infinitely many ways",
             param="structured_outputs",
         ) from None
+    if _num_recursive_items(rules) > MAX_RECURSIVE_ITEMS:
+        raise too_large("grammar", f"more than {MAX_RECURSIVE_ITEMS} references in recursive rules")
+
+
+def is_recursive(text: str) -> bool:
+    """Whether rules of Lark or EBNF derive themselves."""
+    return _num_recursive_items(_rules(_DIRECTIVE.sub("", text))) > 0
+
+
+def _num_recursive_items(rules: _Rules) -> int:
+    """Maximum references within a group of rules that derive each other."""
+    group_of = _recursive_groups(rules)
+    counts = Counter(
+        group_of[name]
+        for name, alternatives in rules.items()
+        for sequence in alternatives
+        for item in sequence
+        if item in group_of and group_of[item] == group_of[name]
+    )
+    return max(counts.values(), default=0)
+
+
+def _recursive_groups(rules: _Rules) -> dict[str, str]:
+    """Rule -> first rule of its group, the rules that derive each other (Kosaraju's algorithm)."""
+    uses = {
+        name: [item for sequence in alternatives for item in sequence if item in rules]
+        for name, alternatives in rules.items()
+    }
+    users: dict[str, list[str]] = {name: [] for name in rules}
+    for name, items in uses.items():
+        for item in items:
+            users[item].append(name)
+    group_of: dict[str, str] = {}
+    for first in reversed(_in_postorder(uses)):
+        path = [] if first in group_of else [first]
+        while path:
+            name = path.pop()
+            if name not in group_of:
+                group_of[name] = first
+                path.extend(users[name])
+    return group_of
+
+
+def _in_postorder(uses: dict[str, list[str]]) -> list[str]:
+    """All rules, each after the rules that it uses, as far as there are no cycles."""
+    ordered: list[str] = []
+    entered: set[str] = set()
+    for first in uses:
+        path = [(first, iter(uses[first]))] if first not in entered else []
+        entered.add(first)
+        while path:
+            name, items = path[-1]
+            item = next((item for item in items if item not in entered), None)
+            if item is None:
+                ordered.append(name)
+                path.pop()
+            else:
+                entered.add(item)
+                path.append((item, iter(uses[item])))
+    return ordered
 
 
 def _rules(lark: str) -> _Rules:
@@ -254,6 +319,12 @@ def _alternatives(text: str, rules: _Rules) -> list[list[str]]:
                 sequence[-1] = group_of([[sequence[-1]]], is_optional=True)
         elif not token[0].startswith(("//", "#", "->")):
             sequence.append(_FILLED)
+            if token[0].startswith("%lark"):
+                raise UserError(
+                    "the grammar cannot be compiled: %lark is not supported, since its rules may "
+                    "have the names of other rules",
+                    param="structured_outputs",
+                )
             if token["embedded"]:
                 position = _end_of_object(text, token.start("embedded"))
     return groups[0]

@@ -6,7 +6,8 @@ in a fork with limits. If that succeeds, it is compiled in this process from the
 more stack.
 
 A spec that the library refuses, crashes on, or does not finish within the fork's limits of
-processor time and memory is a UserError, which is cached like a grammar. A trial that failed for
+processor time and memory is a UserError, which is cached like a grammar. So is a grammar that was
+refused while outputs were matched, because it took too much processor time. A trial that failed for
 another reason (its wall time on a busy machine, a signal, a lost process) raises Overloaded, and
 the next request tries again.
 
@@ -137,6 +138,10 @@ class GrammarCompiler:
         Overloaded if too many specs of `client` are pending."""
         with self._lock:
             future = self._cached.get(spec)
+            if future and (refusal := _refusal_of(future)):
+                future = self._cached[spec] = Future()
+                message = f"the {spec.kind} cannot be followed: {refusal}"
+                future.set_exception(UserError(message, param="structured_outputs"))
             if future is None or _bytes_of(future) > MAX_GRAMMAR_BYTES:
                 return self._add(spec, client)
             self._cached.move_to_end(spec)
@@ -296,9 +301,20 @@ def prepare(setup: bytes) -> Call:
 
 
 def _bytes_of(future: "Future[Grammar]") -> int:
+    grammar = _grammar_of(future)
+    return grammar.num_bytes if grammar else 0
+
+
+def _refusal_of(future: "Future[Grammar]") -> str:
+    grammar = _grammar_of(future)
+    return grammar.refusal if grammar else ""
+
+
+def _grammar_of(future: "Future[Grammar]") -> Grammar | None:
+    """The grammar of a compilation that has succeeded, else None."""
     if not future.done() or future.cancelled() or future.exception() is not None:
-        return 0
-    return future.result().num_bytes
+        return None
+    return future.result()
 
 
 def _private_bytes() -> int:

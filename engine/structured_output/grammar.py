@@ -21,6 +21,7 @@ from engine.structured_output.bounds import (
     check_cycles,
     check_grammar_size,
     check_pattern_size,
+    is_recursive,
     with_ascii_classes,
     with_ascii_patterns,
 )
@@ -41,13 +42,25 @@ MAX_GRAMMAR_SIZE = 20_000
 MAX_ROW_ITEMS = 8_000
 """Grammar size and items per parser row, in the library's units. Both limits allow an object of
 about 2,000 optional properties."""
+MAX_STEP_ITEMS, MAX_RECURSIVE_STEP_ITEMS = 10_000, 2_000
+"""Parser items per token of Lark and EBNF, and with recursive rules; 50,000 for other kinds.
+Ordinary rules take fewer than 1,000. An item of ambiguous recursive rules takes up to 40 us, of a
+JSON object 0.2 us."""
+MAX_STEP_FUEL = 100_000
+"""Work on patterns per token, in the library's units: about 20 ms. Ordinary patterns take fewer
+than 20,000."""
 PROBE_STEPS = 256
 """Random tokens with which a new grammar is probed: most grammars that explode do so early."""
 EXTRA_PROBES, EXTRA_PROBE_STEPS = 12, 24
 START_S, STEP_S = 0.1, 0.002
-"""Matching time allowed per output: an initial amount plus an amount per token, in seconds.
+"""Matching time allowed per trial: an initial amount plus an amount per token, in seconds.
 Ordinary grammars take a twentieth; a very ambiguous grammar would delay the steps of all requests.
 """
+MAX_DEBT_S = 0.2
+"""Matching time beyond STEP_S per token that all outputs of a grammar may take together, in
+seconds. Tokens that take less time pay it back, so that no output can save time for a later one."""
+MEAN_STEPS = 16
+"""Tokens over which `Grammar.mean_step_s` changes."""
 SLOW_STEP_S = 0.0003
 GROWTH_BYTES_PER_S = 64 * 2**20
 """Estimated growth of the grammar's automaton, which its outputs share: a token that takes longer
@@ -97,6 +110,8 @@ class Vocabulary:
         self.eos_ids = eos_ids
         self.all = bitmask_of(range(vocab_size), vocab_size)
         """(W,) uint32 bitmask of all tokens."""
+        self.eos = bitmask_of(eos_ids, vocab_size)
+        """(W,) uint32 bitmask of the EOS tokens."""
         self._markers: dict[ThinkingSpec, ThinkingMarkers] = {}
 
     def markers(self, spec: ThinkingSpec) -> ThinkingMarkers:
@@ -115,7 +130,8 @@ class Vocabulary:
 
 
 class Grammar:
-    """A compiled spec. Each output is matched by a copy of its matcher."""
+    """A compiled spec. Its outputs share the state at the start, with the first mask, and a budget
+    of matching time: see MAX_DEBT_S."""
 
     def __init__(
         self,
@@ -128,9 +144,15 @@ class Grammar:
     ) -> None:
         """Raises UserError if the spec is wrong or too large. Other threads run meanwhile.
         `source`: source of an equal grammar that was checked and compiled in another process, with
-        `compiled_bytes` of memory; skips the checks. `limits_time`: fail outputs that take too long
-        to match."""
+        `compiled_bytes` of memory; skips the checks. `limits_time`: refuse the grammar if its
+        outputs take too long to match."""
         self.limits_time = limits_time
+        self.refusal = ""
+        """Why no output may be matched any further; empty while outputs may."""
+        self.mean_step_s = 0.0
+        """Moving mean of the processor time per token; 0 without a limit."""
+        self._debt_s = 0.0
+        self._start: GrammarState | None = None
         self._compiled_bytes = compiled_bytes
         self.slow_s = 0.0
         """Total time beyond SLOW_STEP_S of slow tokens, over all outputs, in seconds."""
@@ -143,18 +165,24 @@ class Grammar:
         """Library source of the constrained part; None without a constrained part."""
         if not self.is_constrained:
             return
-        limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, max_items_in_row=MAX_ROW_ITEMS)
+        limits = LLParserLimits(
+            max_grammar_size=MAX_GRAMMAR_SIZE,
+            max_items_in_row=MAX_ROW_ITEMS,
+            step_max_items=_max_step_items(spec),
+            step_lexer_fuel=MAX_STEP_FUEL,
+        )
         is_checked = source is not None
         self.source = source or _SOURCES[spec.kind](spec.text, vocabulary)
-        self._matcher = LLMatcher(vocabulary.tokens, self.source, log_level=0, limits=limits)
-        if self._matcher.is_error():
+        matcher = LLMatcher(vocabulary.tokens, self.source, log_level=0, limits=limits)
+        if matcher.is_error():
             reason = _reason(
-                self._matcher.get_error(),
+                matcher.get_error(),
                 has_lines=spec.kind == "grammar",
                 # Replaced classes would move the place.
                 has_place=spec.kind == "regex" and with_ascii_classes(spec.text) == spec.text,
             )
             raise _error(f"the {spec.kind} cannot be compiled: {reason}")
+        self._start = GrammarState(matcher, vocabulary)
         error = None if is_checked else self._probe(spec.kind)
         if error is not None:
             raise _error(f"the {spec.kind} cannot be compiled: {error}")
@@ -164,9 +192,23 @@ class Grammar:
         """Estimated memory; grows while outputs are matched."""
         return self._compiled_bytes + int(self.slow_s * GROWTH_BYTES_PER_S)
 
-    def matcher(self) -> LLMatcher:
-        """A new matcher at the start of the grammar. Requires `is_constrained`."""
-        return self._matcher.deep_copy()
+    def start(self) -> "GrammarState":
+        """The state at the start of an output. Takes no time for the library."""
+        return self._start.shared() if self._start else GrammarState(None, self.vocabulary)
+
+    def spend(self, step_s: float) -> None:
+        """Account for the processor time of a token of an output; may set `refusal`."""
+        if step_s > SLOW_STEP_S:
+            self.slow_s += step_s - SLOW_STEP_S
+        if not self.limits_time:
+            return
+        self.mean_step_s += (step_s - self.mean_step_s) / MEAN_STEPS
+        self._debt_s = max(0.0, self._debt_s + step_s - STEP_S)
+        if self._debt_s > MAX_DEBT_S and not self.refusal:
+            self.refusal = (
+                f"its outputs took {self._debt_s:.3f} s more than {STEP_S} s per token, at most "
+                f"{MAX_DEBT_S} s may"
+            )
 
     def _probe(self, kind: str) -> str | None:
         """Match random tokens against the grammar; returns an error if this takes too long."""
@@ -178,7 +220,7 @@ class Grammar:
         return error
 
     def _follow_at_random(self, random: np.random.Generator, num_steps: int) -> str | None:
-        state = GrammarState(self)
+        state = self.start()
         start, count = time.thread_time(), 0
         while state.error is None and count < num_steps:
             bitmask = without(state.bitmask, state.eos)
@@ -195,28 +237,46 @@ class Grammar:
 class GrammarState:
     """Position of an output in a grammar. Without a constrained part, all tokens are allowed."""
 
-    def __init__(self, grammar: Grammar) -> None:
-        self._matcher = grammar.matcher() if grammar.is_constrained else None
-        self._vocabulary = grammar.vocabulary
-        self.eos = bitmask_of(grammar.vocabulary.eos_ids, grammar.vocabulary.vocab_size)
-        """(W,) uint32 bitmask of the EOS tokens."""
+    def __init__(self, matcher: LLMatcher | None, vocabulary: Vocabulary) -> None:
+        """`matcher`: at the start of the grammar; None without a constrained part."""
+        self._matcher = matcher
+        self._is_shared = False
+        """Whether other states use the matcher, which must be copied before it advances."""
+        self._vocabulary = vocabulary
         self.error: str | None = None
         """Why the output cannot be matched any further; None while it can."""
-        self.bitmask = self.eos
+        self.bitmask = vocabulary.eos
         """(W,) uint32 bitmask of the allowed next tokens."""
         self._update()
+
+    @property
+    def eos(self) -> Bitmask:
+        """(W,) uint32 bitmask of the EOS tokens."""
+        return self._vocabulary.eos
+
+    def shared(self) -> "GrammarState":
+        """A copy that advances independently and copies the matcher at its first token. This state
+        must not advance any more."""
+        self._is_shared = True
+        return copy.copy(self)
 
     def fork(self) -> "GrammarState":
         """A copy that advances independently."""
         forked = copy.copy(self)
-        forked._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        forked._unshare()
         return forked
 
     def advance(self, token: int) -> None:
         """Advance by an allowed token."""
         if self._matcher is not None:
+            if self._is_shared:
+                self._unshare()
             self._matcher.consume_token(token)
             self._update()
+
+    def _unshare(self) -> None:
+        self._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        self._is_shared = False
 
     def _update(self) -> None:
         if self._matcher is None:
@@ -253,10 +313,12 @@ class Guide:
         self._grammar = grammar
         self._min_tokens = min_tokens
         self._ignore_eos = ignore_eos
-        self._eos = bitmask_of(vocabulary.eos_ids, vocabulary.vocab_size)
-        self._end_tokens = self._eos | bitmask_of(end_ids, vocabulary.vocab_size)
-        self._count = 0
-        self._spent_s = 0.0
+        self._eos = vocabulary.eos
+        self._end_tokens = self._eos
+        if min_tokens:
+            self._end_tokens = self._eos | bitmask_of(end_ids, vocabulary.vocab_size)
+        self.num_tokens = 0
+        """Tokens that were matched."""
         self._thinking = None
         if grammar.markers is not None:
             self._thinking = ThinkingState(grammar.markers, thinking_budget)
@@ -267,7 +329,19 @@ class Guide:
         """Why the output cannot be matched any further; None while it can."""
         self.bitmask = self._eos
         """(W,) uint32 bitmask of the allowed next tokens."""
-        self._advance(None)
+        if self._phase != THINKING:
+            self._grammar_state = grammar.start()
+        self._update()
+
+    @property
+    def mean_step_s(self) -> float:
+        """See Grammar.mean_step_s."""
+        return self._grammar.mean_step_s
+
+    @property
+    def limits_time(self) -> bool:
+        """See Grammar.limits_time."""
+        return self._grammar.limits_time
 
     def fork(self) -> "Guide":
         """A copy that advances independently."""
@@ -277,33 +351,26 @@ class Guide:
         return forked
 
     def advance(self, token: int) -> str | None:
-        """Advance by an allowed token; returns `error`."""
-        self._count += 1
-        self._advance(token)
+        """Advance by an allowed token; returns `error`. Takes no time if the grammar is refused."""
+        self.num_tokens += 1
+        if not self._grammar.refusal:
+            # Thread time: the load of the machine must not count against the grammar.
+            start = time.thread_time()
+            self._follow(token)
+            self._update()
+            self._grammar.spend(time.thread_time() - start)
+        self.error = self.error or self._grammar.refusal or None
         return self.error
 
     def allowed(self) -> set[int]:
         """The allowed next tokens as a set."""
         return set(tokens_in(self.bitmask).tolist())
 
-    def _advance(self, token: int | None) -> None:
-        # Thread time: the load of the machine must not count against the grammar.
-        start = time.thread_time()
-        if token is None:
-            if self._phase != THINKING:
-                self._grammar_state = GrammarState(self._grammar)
-        else:
-            self._follow(token)
+    def _update(self) -> None:
         if self._grammar_state is not None and self._grammar_state.error is not None:
             self.error = self._grammar_state.error
         else:
             self.bitmask = self._within_bounds(self._next())
-        step_s = time.thread_time() - start
-        self._spent_s += step_s
-        if step_s > SLOW_STEP_S:
-            self._grammar.slow_s += step_s - SLOW_STEP_S
-        if self.error is None and self._grammar.limits_time:
-            self.error = _overdue(self._spent_s, self._count)
 
     @property
     def _phase(self) -> int:
@@ -317,7 +384,7 @@ class Guide:
         if self._phase == THINKING:
             self._grammar_state = None
         elif before == THINKING:
-            self._grammar_state = GrammarState(self._grammar)
+            self._grammar_state = self._grammar.start()
         elif state is not None and (is_allowed or before == CONSTRAINED):
             state.advance(token)
         elif before == BEFORE_THINKING:
@@ -345,9 +412,16 @@ class Guide:
     def _within_bounds(self, bitmask: Bitmask) -> Bitmask:
         if not self._grammar.is_constrained:
             return bitmask
-        if self._count < self._min_tokens:
+        if self.num_tokens < self._min_tokens:
             return without(bitmask, self._end_tokens)
         return without(bitmask, self._eos) if self._ignore_eos else bitmask
+
+
+def _max_step_items(spec: GrammarSpec) -> int | None:
+    """Limit of parser items per token; None: the limit of the library."""
+    if spec.kind != "grammar":
+        return None
+    return MAX_RECURSIVE_STEP_ITEMS if is_recursive(spec.text) else MAX_STEP_ITEMS
 
 
 def _overdue(spent_s: float, count: int) -> str | None:

@@ -5,6 +5,7 @@ that do not use the table. A request's row therefore needs no cleanup.
 """
 
 import math
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
-from config.params.token_ids import token_array
+from config.params.token_ids import TokenArray, token_array
 from hpu.backends.base import Backend
 from hpu.protocol import RequestSampling
 from hpu.sampling.params import FEW_PREFIX, FEW_WORDS, Stages, biases_of
@@ -128,9 +129,7 @@ class SamplingTables:
             rows["counts"] += in_prompt * np.float32(0.5)
         if stages.words:
             name = "few_words" if stages.few_words else "many_words"
-            words = rows[name] = np.zeros(self._shapes[name].row, dtype=np.int64)
-            for row, word in zip(words, sampling.bad_words, strict=False):
-                row[len(row) - len(word) :] = np.array(word) + 1
+            rows[name] = _bad_word_rows(sampling.bad_words, self._shapes[name].row)
             last_tokens = rows["last_tokens"] = np.zeros(NUM_LAST_TOKENS, dtype=np.int64)
             tail = generated[-NUM_LAST_TOKENS:]
             last_tokens[NUM_LAST_TOKENS - len(tail) :] = tail.astype(np.int64) + 1
@@ -149,3 +148,14 @@ class SamplingTables:
             tokens, values = biases_of(sampling)
             bias[tokens] += values
         return bias
+
+
+def _bad_word_rows(words: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> TokenArray:
+    """(W, L + 1) table of `words`, right-aligned, without a loop over the words."""
+    table = np.zeros(shape, dtype=np.int64)
+    lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
+    ends = np.cumsum(lengths)
+    row = np.repeat(np.arange(len(words)), lengths)
+    column = shape[1] - np.repeat(ends, lengths) + np.arange(ends[-1])
+    table[row, column] = np.fromiter(chain.from_iterable(words), dtype=np.int64) + 1
+    return table

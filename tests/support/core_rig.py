@@ -144,10 +144,11 @@ class CoreRig:
         timeout_s: float = 0.0,
         tenant: int = 0,
         is_suspect: bool = False,
+        resumed: Sequence[int] = (),
         **sampling: object,
     ) -> None:
         """Greedy unless told otherwise. `images`: offset, tokens and content of each. `is_suspect`:
-        an engine died over its first token."""
+        an engine died over its next token. `resumed`: tokens that another engine generated."""
         params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
         self.ledger.open(key)
         self.asked[key] = (list(prompt), params)
@@ -155,8 +156,8 @@ class CoreRig:
             self.grammars[key] = grammar
         message = AddRequest(key, raw(list(prompt)), params, priority, salt)
         message.timeout_s, message.tenant = timeout_s, tenant
-        if is_suspect:
-            message.resumption = Resumption(raw([]), is_suspect=True)
+        if is_suspect or resumed:
+            message.resumption = Resumption(raw(list(resumed)), is_suspect=is_suspect)
         message.images = [ImagePlacement(name, start, count) for start, count, name in images]
         sizes = {name: count for _, count, name in images}
         message.encoded_images = [EncoderInput(name, n, []) for name, n in sizes.items()]

@@ -555,6 +555,21 @@ def test_grammars_that_take_too_much_memory_together_are_forgotten_oldest_first(
     compiler.close()
 
 
+def test_a_grammar_whose_outputs_took_too_long_is_refused_from_then_on(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    compiler = started(tmp_path)
+    specs = [GrammarSpec("regex", word) for word in ("a+", "b+")]
+    slow, other = (compiler.compile(spec).result(TIMEOUT_S) for spec in specs)
+
+    slow.spend(3.0)
+
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"the regex cannot be followed: its outputs took 2.99"):
+            compiler.compile(specs[0]).result(TIMEOUT_S)
+    assert compiler.compile(specs[1]).result(TIMEOUT_S) is other
+    compiler.close()
+
+
 def test_a_grammar_that_has_grown_too_large_is_compiled_anew(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     compiler = started(tmp_path)

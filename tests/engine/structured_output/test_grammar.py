@@ -173,6 +173,8 @@ def _nested(depth: int) -> Any:
         {"grammar": 'start: s\ns: s s s | s s | "a" | "b" | ""'},
         {"grammar": "start: start"},
         {"grammar": 'root ::= r "b"\nr ::= r? | s\ns ::= "a" ("b")*'},
+        {"grammar": "start: e\ne: " + " | ".join("e " * n + '"a"' for n in range(25))},
+        {"grammar": 'start: "a" | "b" e\ne: %lark {\nstart: "c"\n} e | e'},
         {"structural_tag": {"format": {"type": "strange"}}},
         {"structural_tag": {"structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}},
         {"structural_tag": {}},
@@ -338,3 +340,80 @@ def test_equal_schemas_are_one_spec_and_the_order_of_properties_counts() -> None
         ordered == grammar_spec({"json": '{"a": 1, "b": 2}'}) == GrammarSpec("json", ordered.text)
     )
     assert ordered != grammar_spec({"json": {"b": 2, "a": 1}})
+
+
+HIDDEN = 'start: /[^~]+/ | "~" e\n'
+"""Rules that no random path is likely to reach."""
+
+
+@pytest.mark.parametrize(
+    ("rules", "limit"),
+    [
+        ('e: "a" | ' + " | ".join("e " * n for n in range(2, 24)), 2_000),
+        ("e: f*\nf: T+\nT: /[a-z]/\n", 10_000),
+    ],
+)
+def test_a_token_of_ambiguous_rules_has_few_parser_items(
+    vocabulary: Vocabulary, encoder: Tokenizer, rules: str, limit: int
+) -> None:
+    spec = GrammarSpec("grammar", HIDDEN + rules)
+    guide = guide_of(Grammar(spec, vocabulary, limits_time=False))
+    error, slowest_s = None, 0.0
+
+    for token in encoder.encode("~" + "a" * 400).ids:
+        start = time.thread_time()
+        error = error or guide.advance(token)
+        slowest_s = max(slowest_s, time.thread_time() - start)
+
+    assert error is None or f"limit {limit}" in error
+    assert slowest_s < 0.2
+
+
+def test_guides_of_a_grammar_share_its_first_mask(vocabulary: Vocabulary) -> None:
+    schema = {"properties": {f"k{n}": {"type": "string"} for n in range(500)}}
+    grammar = compiled(vocabulary, json=schema)
+    start = time.thread_time()
+
+    guides = [guide_of(grammar) for _ in range(128)]
+
+    # The first mask takes 5 ms.
+    assert time.thread_time() - start < 0.1
+    assert all(guide.bitmask is guides[0].bitmask for guide in guides)
+
+
+def test_guides_that_share_a_start_advance_independently(
+    vocabulary: Vocabulary, encoder: Tokenizer
+) -> None:
+    grammar = compiled(vocabulary, regex="ab|cd")
+    first, second, third = (guide_of(grammar) for _ in range(3))
+    a, b, c, d = encoder.encode("a b c d".replace(" ", "")).ids
+
+    first.advance(a)
+    second.advance(c)
+    fork = second.fork()
+    second.advance(d)
+
+    assert (first.allowed(), second.allowed(), fork.allowed()) == ({b}, {EOS}, {d})
+    assert third.allowed() == guide_of(grammar).allowed() == {a, c}
+
+
+def test_the_outputs_of_a_grammar_have_a_common_budget_of_time(
+    vocabulary: Vocabulary, encoder: Tokenizer
+) -> None:
+    grammar = compiled(vocabulary, regex="a+")
+    token = encoder.encode("a").ids[0]
+    guides = [guide_of(grammar) for _ in range(3)]
+
+    for _ in range(1000):
+        grammar.spend(0.0)
+    grammar.spend(0.15)
+    assert [guide.advance(token) for guide in guides] == [None] * 3
+    for _ in range(100):
+        grammar.spend(0.0)
+    grammar.spend(0.15)
+    assert not grammar.refusal
+    grammar.spend(0.15)
+
+    assert [guide.advance(token) for guide in guides] == [grammar.refusal] * 3
+    assert "its outputs took 0.29" in str(grammar.refusal)
+    assert guide_of(grammar).advance(token) == grammar.refusal

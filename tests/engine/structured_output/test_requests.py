@@ -10,6 +10,7 @@ from tiny_models import EOS, VOCAB_SIZE, write_tokenizer
 from tokenizers import Tokenizer
 
 from config.params.structured_output import GrammarSpec
+from engine.scheduling import grammar_matching
 from engine.structured_output.grammar import Grammar, Vocabulary
 
 PATTERN = "[a-f]{4,9};[0-9]{3}"
@@ -162,22 +163,72 @@ def test_a_grammar_that_leaves_nothing_allowed_ends_the_request_and_says_why(
     assert finish is not None and finish.param == "structured_outputs"
 
 
-def test_an_output_that_costs_too_much_to_follow_ends_alone(
-    grammar: Grammar, encoder: Tokenizer
+def test_a_grammar_that_costs_too_much_to_follow_ends_all_its_requests_and_no_other(
+    folder: Path, grammar: Grammar, encoder: Tokenizer
 ) -> None:
+    costly = Grammar(FORM, Vocabulary(str(folder), VOCAB_SIZE, frozenset([EOS])))
     rig = CoreRig(vocab_size=VOCAB_SIZE, depth=2)
-    for key in (0, 1):
-        rig.add(key, [5, key], max_tokens=30, structured_outputs=FORM, grammar=grammar)
-    rig.add(2, [7, 8], max_tokens=12, ignore_eos=True)
+    for key, used in enumerate((grammar, costly, costly)):
+        rig.add(key, [5, key], max_tokens=30, structured_outputs=FORM, grammar=used)
+    rig.add(3, [7, 8], max_tokens=12, ignore_eos=True)
     rig.run(steps=4)
-    guide = next(r for r in rig.core._requests.values() if r.key == 1).guide
-    assert guide is not None
 
-    guide._spent_s = 3.0
+    costly.spend(3.0)
+    rig.add(4, [5, 9], max_tokens=30, structured_outputs=FORM, grammar=costly)
     rig.run()
 
     assert re.fullmatch(PATTERN, encoder.decode(rig.tokens(0)[:-1]))
-    rig.check_output(2)
-    assert "took 3.0" in rig.error(1)
-    finish = rig.ledger.requests[1].finish
-    assert finish is not None and finish.param == "structured_outputs"
+    rig.check_output(3)
+    for key in (1, 2, 4):
+        assert "took 2.99" in rig.error(key)
+        finish = rig.ledger.requests[key].finish
+        assert finish is not None and finish.param == "structured_outputs"
+    assert len(rig.tokens(4)) == 1
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_whose_grammars_exceed_the_time_of_a_step_wait_and_others_go_on(
+    grammar: Grammar, encoder: Tokenizer, monkeypatch: pytest.MonkeyPatch, depth: int,
+    tokens_per_step: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(grammar_matching, "MAX_MATCHING_S", 0.0)
+    rig = CoreRig(
+        vocab_size=VOCAB_SIZE, depth=depth, max_num_seqs=8, num_blocks=90,
+        max_tokens_per_step=tokens_per_step,
+    )  # fmt: skip
+    for key in range(6):
+        rig.add(key, [5, key], max_tokens=20, structured_outputs=FORM, grammar=grammar)
+    rig.add(6, [7, 8], max_tokens=24, ignore_eos=True)
+    rig.run(steps=12 if depth == 1 else 16)
+    rig.abort(5)
+    rig.run(steps=20)
+
+    assert rig.reason(6) == "length"
+    rig.run()
+
+    for key in range(7):
+        rig.check_output(key)
+    assert rig.core.stats().preemptions == 0
+
+
+def test_the_output_that_another_engine_generated_is_matched_between_the_steps_of_others(
+    grammar: Grammar, encoder: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_matching, "MAX_MATCHING_S", 0.0)
+    rig = CoreRig(vocab_size=VOCAB_SIZE)
+    rules = {"max_tokens": 20, "structured_outputs": FORM, "grammar": grammar}
+    rig.add(0, [5, 6], **rules)
+    rig.run()
+    tokens = rig.tokens(0)
+
+    rig.add(1, [7, 8], max_tokens=9, ignore_eos=True)
+    for key, output in ((2, tokens[:6]), (3, encoder.encode("abx").ids)):
+        rig.add(key, [5, 6], resumed=output, **rules)
+    rig.run(steps=5)
+    assert len(rig.tokens(1)) > 2 and not rig.tokens(2)
+    rig.run()
+
+    assert rig.tokens(2) == tokens[6:]
+    assert rig.reason(1) == "length"
+    assert "cannot be followed" in rig.error(3)
