@@ -21,7 +21,7 @@ SLACK = 0.99
 """A figure below this part of its limit asks for a lower limit."""
 
 LIMITS = {
-    "None-checks": 2677,
+    "None-checks": 2666,
     "None-checks of ModelRunner": 71,
     "None-checks of EngineCore": 19,
     "None-checks of Worker": 54,
@@ -34,10 +34,10 @@ LIMITS = {
     "parameters of ModelRunner": 17,
     "parameters of EngineCore": 6,
     "parameters of Scheduler": 7,
-    "uses of Any": 1247,
+    "uses of Any": 1246,
     "mark_step outside back ends": 40,
-    "poll constants": 18,
-    "files under 60 lines": 106,
+    "poll constants": 15,
+    "files under 60 lines": 105,
     "files that name medusa": 6,
     "files that name eagle3": 7,
     "files that name awq": 8,
