@@ -132,8 +132,8 @@ class EngineCore:
         self.is_warming_up = False
         """Whether the workers warm up a bucket now."""
         self.is_waiting = False
-        """Whether `step` has nothing to do until a message arrives from a front end, a worker or
-        another engine, or `wait_s` has passed."""
+        """Whether the next step must wait for a message of a front end, a worker or another engine,
+        at most `wait_s`."""
         self._handlers: Handlers = {
             StepResult: self._process,
             WarmedBuckets: self._on_warmed,

@@ -40,9 +40,9 @@ class InprocExecutor(Executor):
         }
         self._num_inflight = 0
         self._warmed: list[WarmedBuckets] = []
-        self._news = WakeUp()
-        worker.on_message = self._news.set
-        self.pollables = Pollables(fds=(self._news.fd,))
+        self._arrival = WakeUp()
+        worker.on_message = self._arrival.set
+        self.pollables = Pollables(fds=(self._arrival.fd,))
         self._waiter = Waiter(*self.pollables)
         self._report: Report = lambda progress: None
 
@@ -54,7 +54,7 @@ class InprocExecutor(Executor):
         self._handlers.get(type(message), self._worker.handle)(message)
 
     def receive(self, *, waits: bool = False) -> list[FromWorker]:
-        self._news.clear()
+        self._arrival.clear()
         messages: list[FromWorker] = [*self._warmed, *self._worker.take_messages()]
         self._warmed.clear()
         # With a plan in flight, `waits` is for its result: ranks in lockstep collect together.

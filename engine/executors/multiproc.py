@@ -251,7 +251,7 @@ class MultiprocExecutor(Executor):
         try:
             self.call(WAKE_UP)
         finally:
-            # A rank that is awake beside one that is not sends its report, too.
+            # After an error of another rank, a rank may have sent its report.
             for parts in self._parts[WorkerReady]:
                 parts.clear()
         return self._ready.popleft()

@@ -82,10 +82,10 @@ class StepChannel:
         self._results: PairSocket[tuple[int, FromWorker], None] = context.connect_collector(
             orders.results
         )
-        self._news = WakeUp()
-        self.wake = self._news.set
+        self._arrival = WakeUp()
+        self.wake = self._arrival.set
         """Ends `wait`; may be called on another thread."""
-        self._waiter = Waiter([self._plans], [self._news.fd])
+        self._waiter = Waiter([self._plans], [self._arrival.fd])
 
     def receive(self) -> ToWorker | None:
         """The next message, or None if no message has arrived."""
@@ -97,7 +97,7 @@ class StepChannel:
 
     def clear_wake(self) -> None:
         """Call it before looking for what `wake` announces."""
-        self._news.clear()
+        self._arrival.clear()
 
     def send(self, message: FromWorker) -> None:
         self._results.send((self._rank, message))
