@@ -21,14 +21,14 @@ SLACK = 0.99
 """A figure below this part of its limit asks for a lower limit."""
 
 LIMITS = {
-    "None-checks": 2666,
+    "None-checks": 2636,
     "None-checks of ModelRunner": 71,
     "None-checks of EngineCore": 19,
     "None-checks of Worker": 54,
-    "None-checks of SingleEngineClient": 35,
+    "None-checks of SingleEngineClient": 5,
     "None-checks of Scheduler": 8,
     "None-checks of Sampler": 25,
-    "None-checks of the tenth worst class": 18,
+    "None-checks of the tenth worst class": 17,
     "constructors of nine or more parameters": 14,
     "functions of nine or more parameters": 28,
     "parameters of ModelRunner": 17,
@@ -37,7 +37,7 @@ LIMITS = {
     "uses of Any": 1246,
     "mark_step outside back ends": 40,
     "poll constants": 15,
-    "files under 60 lines": 105,
+    "files under 60 lines": 103,
     "files that name medusa": 6,
     "files that name eagle3": 7,
     "files that name awq": 8,
