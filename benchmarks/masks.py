@@ -25,7 +25,16 @@ from engine.core.build import build_core
 from engine.structured_output.grammar import Grammar, Vocabulary
 from engine.transport.messages import AddRequest
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.protocol import DECODE, BucketLimits, GrammarMasks, StepPlan, StepResult, WorkerReady
+from hpu.protocol import (
+    DECODE,
+    BucketLimits,
+    FromWorker,
+    GrammarMasks,
+    StepPlan,
+    StepResult,
+    ToWorker,
+    WorkerReady,
+)
 
 FORM = GrammarSpec(
     "json",
@@ -48,20 +57,29 @@ class ClockExecutor:
         self._done_at: deque[float] = deque()
         self._random = np.random.default_rng(0)
 
-    def submit(self, plan: StepPlan) -> None:
+    def send(self, message: ToWorker) -> None:
+        if isinstance(message, GrammarMasks):
+            self._take_masks(message)
+        elif isinstance(message, StepPlan):
+            self._submit(message)
+
+    def receive(self, *, waits: bool = False) -> list[FromWorker]:
+        return [self._collect()] if self._done_at and (waits or self._is_done()) else []
+
+    def _submit(self, plan: StepPlan) -> None:
         self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
         self._plans.append((plan, _by_row(plan.masked_requests, plan.masks)))
         self._done_at.append(self._free_at)
 
-    def submit_masks(self, masks: GrammarMasks) -> None:
+    def _take_masks(self, masks: GrammarMasks) -> None:
         self._plans[-1][1].update(_by_row(masks.req_indices, masks.masks))
         # Sampling takes no time, but starts when the masks arrive.
         self._free_at = self._done_at[-1] = max(self._free_at, time.perf_counter())
 
-    def has_result(self) -> bool:
-        return bool(self._done_at) and time.perf_counter() >= self._done_at[0]
+    def _is_done(self) -> bool:
+        return time.perf_counter() >= self._done_at[0]
 
-    def collect(self) -> StepResult:
+    def _collect(self) -> StepResult:
         plan, masks = self._plans.popleft()
         time.sleep(max(0.0, self._done_at.popleft() - time.perf_counter()))
         rows = [
@@ -73,9 +91,6 @@ class ClockExecutor:
             if samples or launch.phase == DECODE
         ]
         return StepResult(plan.step, [self._draw(masks.get(row)) for row in rows])
-
-    def take_warmed(self) -> list[object]:
-        return []
 
     def _draw(self, mask: memoryview | None) -> int:
         """A random allowed token, found quickly: on a real device it takes no host time."""

@@ -17,7 +17,7 @@ from config.errors import EngineDied
 from engine.core.engine_process import EngineOrders
 from engine.core.engine_process import run as run_engine
 from engine.executors import worker_main as child
-from engine.executors.base import Executor
+from engine.executors.base import Executor, Report
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.worker_launcher import LocalLauncher
 from engine.process.child_process import read_orders
@@ -25,12 +25,12 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     DECODE,
     BucketLimits,
-    GrammarMasks,
+    FromWorker,
     Ranks,
     StepPlan,
     StepResult,
+    ToWorker,
     WarmedBuckets,
-    WarmupProgress,
     WorkerReady,
 )
 
@@ -61,8 +61,15 @@ class NullDevice(Executor):
         self._free_at = 0.0
         self._running: deque[tuple[float, StepResult]] = deque()
 
-    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+    def start(self, report: Report) -> WorkerReady:
         return self._ready
+
+    def send(self, message: ToWorker) -> None:
+        if type(message) is StepPlan:
+            self.submit(message)
+
+    def receive(self, *, waits: bool = False) -> list[FromWorker]:
+        return [self.collect()] if self._running and (waits or self.has_result()) else []
 
     def submit(self, plan: StepPlan) -> None:
         begin = max(self._free_at, time.perf_counter())
@@ -71,9 +78,6 @@ class NullDevice(Executor):
         token = self._tokens[plan.step % len(self._tokens)]
         result = StepResult(plan.step, [token] * num_sampling(plan), seconds=[seconds])
         self._running.append((self._free_at, result))
-
-    def submit_masks(self, masks: GrammarMasks) -> None:
-        return
 
     def has_result(self) -> bool:
         return bool(self._running) and time.perf_counter() >= self._running[0][0]
@@ -84,23 +88,20 @@ class NullDevice(Executor):
             time.sleep(left)
         return result
 
-    mask = submit_masks
-    """The worker accepts masks in the same way."""
+    handle = send
+    """The worker accepts all messages in the same way."""
+
+    def take_messages(self) -> list[FromWorker]:
+        return []
 
     def call(self, name: str, level: int = 0) -> str:
         return name
 
-    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+    def wake_up(self, report: Report = print) -> WorkerReady:
         return self._ready
 
     def idle(self) -> WarmedBuckets | None:
         return None
-
-    def warm_up_next(self) -> bool:
-        return False
-
-    def take_warmed(self) -> list[WarmedBuckets]:
-        return []
 
     def close(self) -> None:
         self._running.clear()

@@ -6,8 +6,9 @@ requests, known tokens, bitmasks, grown blocks, launches in sequence.
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -514,8 +515,7 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
 
 
 class WarmedBuckets(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=8):
-    """A bucket that an idle worker prepared after it was ready. A worker of a group prepares
-    buckets on WARM_UP_NEXT, since all workers must run the same launches in the same order."""
+    """A bucket that a worker prepared on WARM_UP_NEXT, after it was ready."""
 
     buckets: list[Bucket]
     """Prepared buckets, as in WorkerReady; empty if a bucket could not be prepared."""
@@ -533,8 +533,8 @@ WARM_UP_NEXT = "warm_up_next"
 
 class WorkerCall(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=6):
     """A call outside the plans. It is answered by a WorkerAnswer, which may overtake the results of
-    plans in flight. Exceptions: a successful WAKE_UP is answered by progress and a WorkerReady,
-    like a start, and WARM_UP_NEXT by a Warmed."""
+    plans in flight. A successful WAKE_UP sends progress and a WorkerReady first, like a start.
+    WARM_UP_NEXT is answered by a WarmedBuckets."""
 
     name: str
     """A name in PROFILE_CALLS; or, with no plan in flight, SLEEP (free memory), WAKE_WEIGHTS
@@ -616,3 +616,6 @@ FromWorker = (
     | AdapterLoaded
     | BlocksFetched
 )
+
+Handlers = Mapping[type, Callable[[Any], None]]
+"""Functions that take a message, by its type."""

@@ -56,7 +56,9 @@ EXCEPTIONS = {
     "engine.selftest.results": ("hpu.selftest.base",),
     "engine.selftest.runner": ("hpu.selftest.base",),
     "engine.selftest.start": ("hpu.selftest.base", "hpu.doctor", "hpu.emulator.settings"),
+    "engine.executors.select": ("hpu.worker.worker",),
     "engine.executors.inproc": ("hpu.worker.worker",),
+    "engine.executors.external_launcher": ("hpu.worker.worker",),
     "engine.executors.worker_main": ("hpu.worker.worker", "hpu.numa"),
 }
 

@@ -7,21 +7,21 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from config.errors import (
-    ConfigError,
-    EngineDied,
-    Overloaded,
-    ProfileWritten,
-    RequestFailed,
-    UserError,
-)
+from config.errors import EngineDied, Overloaded, RequestFailed, UserError
 from config.lora.info import LoRAInfo
 from engine.client.output_queue import OutputRouter, RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
-from engine.client.resumer import Resumer
-from engine.client.suspects import find_poison_request, resume_order
+from engine.client.resumption import (
+    NoObserver,
+    Resumer,
+    ResumptionObserver,
+    fail_poison_request,
+    resume_order,
+)
+from engine.client.state import EngineState, Failure, Lost, Running, Starting
+from engine.client.state import Failed as FailedState
 from engine.client.terms import NO_TERMS, RequestTerms
 from engine.client.ttft import Share, merged, tokens_ahead
 from engine.process.child_process import ProcessEnd
@@ -57,45 +57,7 @@ SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0, LOAD_ADAPTER: 600.0}
 CAUSE_GRACE_S = 0.5
 """Maximum wait for the cause of an engine's end after the end was noticed."""
 
-RESTART_RETRY_S = 5
 MAX_RETRY_AFTER_S = 3600
-
-
-class Failure(NamedTuple):
-    """Why an engine has ended."""
-
-    message: str
-    is_config: bool = False
-    """A setting is invalid (ConfigError)."""
-    is_logged: bool = False
-    """The engine reported the failure itself and has logged it."""
-    may_follow: bool = False
-    """The failure may be a consequence of another engine's end."""
-    is_external: bool | None = False
-    """The cause lies outside of the engine's computation, for example a kill by another process;
-    None: not known yet."""
-    is_profile: bool = False
-    """The engine has written the profile that it was started for (ProfileWritten)."""
-
-
-class Pause(NamedTuple):
-    """Interruption between an engine crash and the start of its replacement."""
-
-    cause: Failure
-    num_requests: int
-    """Open requests at the crash, which are resumed."""
-    seconds: float
-
-
-class ResumptionObserver(Protocol):
-    """Observer of engine crashes and replacements."""
-
-    def engine_lost(self, client: "SingleEngineClient", *, has_poison: bool) -> None:
-        """The engine of `client` crashed; its open requests are kept. `has_poison`: a poison
-        request was failed."""
-
-    def engine_restored(self, client: "SingleEngineClient", pause: Pause) -> None:
-        """The engine of `client` was replaced and its requests are resumed."""
 
 
 class EngineClient(Protocol):
@@ -135,7 +97,7 @@ class EngineClient(Protocol):
     def lost(self) -> Failure | None:
         """Why no engine runs, while a crashed engine is being restarted."""
 
-    def resume(self, observer: "ResumptionObserver") -> None: ...
+    def resume(self, observer: "ResumptionObserver[SingleEngineClient]") -> None: ...
 
     @property
     def stats(self) -> EngineStats:
@@ -182,26 +144,16 @@ class SingleEngineClient:
         reuse keys. `max_ttft_s`: limit of `check_ttft`; 0: no limit. `fair_share`: whether tenants
         get fair shares of the engine."""
         self.engine = engine
-        self.ready: Ready | None = None
-        """The engine's report at the end of its start-up; None until it accepts requests."""
+        self.state: EngineState = Starting()
         self.progress: Progress | None = None
         """Progress of the start-up."""
-        self.failure: str | None = None
-        """Why the engine has ended for good; None while it runs or is being restarted."""
-        self.is_misconfigured = False
-        self.has_profile = False
-        """Whether the engine failed with a ConfigError."""
-        self.is_failure_logged = False
-        """Whether the engine reported the failure itself; it has logged it, too."""
-        self.lost: Failure | None = None
-        """Why the engine crashed, while it is being restarted."""
         self.stats = EngineStats()
         """The latest gauges and counters."""
         self.adapters: Mapping[str, LoRAInfo] = {}
         """Served LoRA adapters, by name."""
-        self._on_stats: Callable[[EngineStats], None] | None = None
-        self._on_prompt: Callable[[list[bytes]], None] | None = None
-        self._on_failure: Callable[[int, Failure], None] | None = None
+        self._on_stats: Callable[[EngineStats], None] = _ignore
+        self._on_prompt: Callable[[list[bytes]], None] = _ignore
+        self._on_failure: Callable[[int, Failure], None] = lambda engine, failure: self.end(failure)
         self._settled = asyncio.Event()
         """Set when the engine is ready or has failed."""
         first_key = (index << FRONT_END_SHIFT) | (engine << ENGINE_SHIFT)
@@ -215,12 +167,9 @@ class SingleEngineClient:
         """Whether the engine was killed because it sent nothing for too long. Set by the caller
         that kills it."""
         self._resumer = Resumer(self._router, self._send)
-        self._resumption: ResumptionObserver | None = None
-        self._lost_at_s = 0.0
-        self._crash_timer: asyncio.TimerHandle | None = None
-        """Timer that waits for the cause of a crash; None when no cause is pending."""
-        self._num_lost = 0
-        self._lost_adapters: dict[str, LoRAInfo] = {}
+        self._resumes = False
+        """Whether requests are kept when the engine crashes."""
+        self._observer: ResumptionObserver[SingleEngineClient] = NoObserver()
         self._reloading: asyncio.Task[None] | None = None
         self._unsent_aborts: list[int] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -231,6 +180,36 @@ class SingleEngineClient:
         return (self,)
 
     @property
+    def ready(self) -> Ready | None:
+        """See EngineState.ready."""
+        return self.state.ready
+
+    @property
+    def lost(self) -> Failure | None:
+        """See EngineState.lost."""
+        return self.state.lost
+
+    @property
+    def failure(self) -> str | None:
+        """See EngineState.failure."""
+        return self.state.failure
+
+    @property
+    def is_misconfigured(self) -> bool:
+        """Whether the engine failed with a ConfigError."""
+        return self.state.is_misconfigured
+
+    @property
+    def has_profile(self) -> bool:
+        """Whether the engine has ended with a ProfileWritten."""
+        return self.state.has_profile
+
+    @property
+    def is_failure_logged(self) -> bool:
+        """See EngineState.is_failure_logged."""
+        return self.state.is_failure_logged
+
+    @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens that this front end has sent and that the engine has not scheduled yet."""
         return self._router.num_waiting_tokens
@@ -238,7 +217,7 @@ class SingleEngineClient:
     def silent_s(self) -> float:
         """Seconds without a message from an engine that has open requests; 0 without open requests,
         before the engine is ready, and while it is being restarted."""
-        is_waiting = self.ready is not None and self.lost is None and not self._router.is_empty
+        is_waiting = self.state.is_running and not self._router.is_empty
         return time.monotonic() - self._heard_at_s if is_waiting else 0.0
 
     async def start(self) -> None:
@@ -255,18 +234,18 @@ class SingleEngineClient:
 
     def on_stats(self, observe: Callable[[EngineStats], None] | None) -> None:
         """Call `observe` with every EngineStats that arrives: each sample is sent only once."""
-        self._on_stats = observe
+        self._on_stats = observe or _ignore
 
     def on_prompt(self, observe: Callable[[list[bytes]], None]) -> None:
         """Call `observe` with the block hashes of every prompt that another front end sent to this
         engine."""
         self._on_prompt = observe
 
-    def resume(self, observer: "ResumptionObserver") -> None:
+    def resume(self, observer: "ResumptionObserver[SingleEngineClient]") -> None:
         """Keep open requests when the engine crashes from now on, and send them again when a new
         engine is ready, until `fail` or `end` is called. `observer` is notified of crashes and
         replacements."""
-        self._resumption = observer
+        self._resumes, self._observer = True, observer
 
     def on_failure(self, decide: Callable[[int, Failure], None]) -> None:
         """Call `decide` with the engine's number and the failure when the engine fails, in place of
@@ -285,7 +264,7 @@ class SingleEngineClient:
         the engine has failed, DeadlineExceeded when the deadline of `terms` has passed, and
         UserError when the request cannot be encoded. Does not wait.
         """
-        self._check_ready()
+        self.state.check(self.progress)
         timeout_s = terms.timeout_s()
         if self._router.is_empty:
             self._heard_at_s = time.monotonic()
@@ -296,11 +275,11 @@ class SingleEngineClient:
         )
         queue.deadline_s = terms.deadline_s
         request.key, request.timeout_s, request.tenant = queue.key, timeout_s, terms.tenant
-        if self._resumption is not None:
+        if self._resumes:
             queue.message = request
         try:
             # While the engine is being restarted, the request waits to be sent by `_resumer`.
-            sent = self.lost is not None or self._send(request)
+            sent = self.state.is_lost or self._send(request)
         except (TypeError, ValueError) as error:
             self._router.discard(queue.key)
             raise UserError(f"the request cannot be encoded: {error}") from error
@@ -338,9 +317,8 @@ class SingleEngineClient:
         call, RequestFailed when the call fails or is not answered within CONTROL_TIMEOUT_S (or
         SLOW_CONTROLS_S), Overloaded when the engine is not ready, is being restarted or has no
         room, and EngineDied when it has failed."""
-        self._check_ready()
-        if self.lost is not None:
-            raise self._restarting()
+        self.state.check(self.progress)
+        self.state.check_running()
         return await self._call(name, arguments)
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
@@ -363,13 +341,7 @@ class SingleEngineClient:
         """Wait for the end of the start-up. Raises EngineDied when it fails, ConfigError if an
         invalid setting is the cause, ProfileWritten at the end of a profile run."""
         await self._settled.wait()
-        if self.has_profile:
-            raise ProfileWritten(self.failure)
-        if self.failure is not None and self.is_misconfigured:
-            raise ConfigError(self.failure)
-        if self.failure is not None or self.ready is None:
-            raise EngineDied(self.failure)
-        return self.ready
+        return self.state.report()
 
     def fail(self, message: str, *, is_config: bool = False) -> None:
         """Report that the engine has ended. Call it on the thread of the event loop. `is_config`:
@@ -379,14 +351,10 @@ class SingleEngineClient:
     def end(self, failure: Failure) -> None:
         """End all open requests and control calls with `failure`; if the engine crashed before and
         reported the cause itself, with the reported cause. Only the first call counts."""
-        if self.lost is not None and self.lost.is_logged:
-            failure = self.lost
-        self.lost = None
-        self._cancel_crash_timer()
-        if self.failure is None:
-            self.failure, self.is_misconfigured = failure.message, failure.is_config
-            self.has_profile = failure.is_profile
-            self.is_failure_logged = failure.is_logged
+        failure = self.state.cause(failure)
+        self.state.settle()
+        if not self.state.has_failed:
+            self.state = FailedState(failure, self.state.ready)
             self._router.fail(failure.message)
             self._settled.set()
         for answer in self._calls.values():
@@ -396,64 +364,51 @@ class SingleEngineClient:
     def _lose(self, failure: Failure) -> None:
         """Handle an engine crash: keep the requests for a new engine, or fail them if resumption is
         off, the engine was never ready, or an invalid setting is the cause."""
-        is_resumed = self._resumption is not None and not failure.is_config
-        if self.failure is not None or self.ready is None or not is_resumed:
-            self._fail(failure)
-            return
-        if self.lost is not None:
+        if self.state.is_lost and self._keeps_requests(failure):
             # The new engine crashed before it was ready; keep the first cause.
             return
-        assert self._resumption is not None
-        self.lost, self._lost_at_s = failure, time.monotonic()
+        if not (self.state.is_running and self._keeps_requests(failure)):
+            self._fail(failure)
+            return
+        lost = self.state = Lost(self.state.report(), failure, self.adapters)
         self._resumer.withdraw()
-        self._lost_adapters = dict(self.adapters)
         for answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(self._restarting())
+                answer.set_exception(lost.restarting())
         if failure.is_external is None:
             loop = asyncio.get_running_loop()
-            self._crash_timer = loop.call_later(CAUSE_GRACE_S, self._attribute_crash, True)
+            lost.wait_for_cause(loop.call_later(CAUSE_GRACE_S, self._attribute_crash, lost, True))
         else:
-            self._attribute_crash(failure.is_external)
+            self._attribute_crash(lost, failure.is_external)
 
-    def _attribute_crash(self, is_external: bool) -> None:
+    def _keeps_requests(self, failure: Failure) -> bool:
+        return self._resumes and not failure.is_config
+
+    def _attribute_crash(self, lost: EngineState, is_external: bool) -> None:
         """Fail the poison request, if there is one, and report the crash to the observer."""
-        assert self._resumption is not None
-        self._cancel_crash_timer()
+        lost.settle()
         is_external = is_external and not self.has_hung
-        cause = find_poison_request(self._router.queues, is_external=is_external)
-        if cause is not None:
-            self._router.finish(
-                cause,
-                f"the engine died {cause.num_deaths} times while it computed this request, which "
-                "is not tried again",
-            )
-        self._num_lost = len(self._router.queues)
-        self._resumption.engine_lost(self, has_poison=cause is not None)
+        has_poison = fail_poison_request(self._router, is_external=is_external)
+        lost.num_requests = len(self._router.queues)
+        self._observer.engine_lost(self, has_poison=has_poison)
 
     @property
     def is_crash_pending(self) -> bool:
-        """Whether the engine has crashed and the cause is not known yet."""
-        return self._crash_timer is not None
-
-    def _cancel_crash_timer(self) -> None:
-        if self._crash_timer is not None:
-            self._crash_timer.cancel()
-            self._crash_timer = None
+        """See EngineState.is_pending."""
+        return self.state.is_pending
 
     def set_exit_cause(self, end: ProcessEnd) -> None:
         """Handle the end of an engine process that the launcher restarts; `end` is the cause."""
         failure = Failure(end.description, is_external=end.is_external)
         self._lose(failure)
-        if self.lost is not None and not self.lost.is_logged:
-            self.lost = failure
-        if self.is_crash_pending:
-            self._attribute_crash(end.is_external)
+        self.state.explain(failure)
+        if self.state.is_pending:
+            self._attribute_crash(self.state, end.is_external)
 
     def _reload_adapters(self) -> None:
         """Load the adapters that the crashed engine had loaded at run time, then resume."""
         missing = [
-            adapter for name, adapter in self._lost_adapters.items() if name not in self.adapters
+            adapter for name, adapter in self.state.adapters.items() if name not in self.adapters
         ]
 
         async def reload() -> None:
@@ -471,15 +426,16 @@ class SingleEngineClient:
 
     def _restore(self) -> None:
         """Resume the requests of the crashed engine on the new engine."""
-        if self.lost is None or self._resumption is None:
+        lost = self.state
+        if not lost.is_lost:
             return
-        if self.is_crash_pending:
-            self._attribute_crash(True)
+        if lost.is_pending:
+            self._attribute_crash(lost, True)
         self.has_hung = False
-        pause = Pause(self.lost, self._num_lost, time.monotonic() - self._lost_at_s)
-        self.lost = None
+        pause = lost.pause()
+        self.state = Running(lost.report())
         self._resumer.adopt(self.queues, self._router)
-        self._resumption.engine_restored(self, pause)
+        self._observer.engine_restored(self, pause)
 
     def adopt(self, other: "SingleEngineClient", queues: "Sequence[RequestOutputQueue]") -> None:
         """Resume open requests of `other`, whose engine has crashed, on this engine."""
@@ -490,19 +446,8 @@ class SingleEngineClient:
         """Queues of the open requests, in the order in which a new engine resumes them."""
         return sorted(self._router.queues, key=resume_order)
 
-    def _restarting(self) -> Overloaded:
-        reason = "" if self.lost is None else f": {self.lost.message}"
-        return Overloaded(
-            f"The engine is being restarted{reason}.",
-            retry_after_s=RESTART_RETRY_S,
-            type="server_error",
-        )
-
     def _fail(self, failure: Failure) -> None:
-        if self._on_failure is None:
-            self.end(failure)
-        else:
-            self._on_failure(self.engine, failure)
+        self._on_failure(self.engine, failure)
 
     def _receive(self, message: FromEngine) -> None:
         self._heard_at_s = time.monotonic()
@@ -510,8 +455,7 @@ class SingleEngineClient:
             self._router.deliver(message)
             if message.stats is not None:
                 self.stats = message.stats
-                if self._on_stats is not None:
-                    self._on_stats(message.stats)
+                self._on_stats(message.stats)
             if self._unsent_aborts:
                 self._send_aborts()
             if not self._resumer.is_done:
@@ -523,9 +467,9 @@ class SingleEngineClient:
         elif isinstance(message, Progress):
             self.progress = message
         elif isinstance(message, Ready):
-            self.ready = message
+            self.state = self.state.on_ready(message)
             self._settled.set()
-            if self.lost is not None:
+            if self.state.is_lost:
                 self._reload_adapters()
         elif isinstance(message, Failed):
             failure = Failure(
@@ -537,21 +481,8 @@ class SingleEngineClient:
                 is_profile=message.is_profile,
             )
             (self._fail if message.is_stopped else self._lose)(failure)
-        elif isinstance(message, PromptBlocks) and self._on_prompt is not None:
+        elif isinstance(message, PromptBlocks):
             self._on_prompt(message.hashes)
-
-    def _check_ready(self) -> None:
-        """Raise EngineDied if the engine has failed, Overloaded with its progress if it starts."""
-        if self.failure is not None:
-            raise EngineDied(self.failure)
-        if self.ready is None:
-            progress = self.progress
-            doing = f" ({progress.text})" if progress else ""
-            raise Overloaded(
-                f"The engine is starting{doing}, it takes no requests yet.",
-                retry_after_s=5,
-                type="server_error",
-            )
 
     def _send_aborts(self) -> None:
         # Aborts must not be lost: if the engine takes no message now, send the aborts after its
@@ -582,3 +513,7 @@ def check_ttft(expected_s: float, max_ttft_s: float) -> None:
             retry_after_s=min(math.ceil(expected_s), MAX_RETRY_AFTER_S),
             is_slow=True,
         )
+
+
+def _ignore(_: object) -> None:
+    """An observer of values that nobody needs."""

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
-from engine.client.base import CAUSE_GRACE_S, Failure, SingleEngineClient
+from engine.client.base import CAUSE_GRACE_S, SingleEngineClient
+from engine.client.state import Failure
 
 
 class FailurePropagation:

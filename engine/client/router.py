@@ -10,15 +10,11 @@ import msgspec
 
 from config.errors import EngineDied
 from config.lora.info import LoRAInfo
-from engine.client.base import (
-    Failure,
-    Pause,
-    ResumptionObserver,
-    SingleEngineClient,
-    check_ttft,
-)
+from engine.client.base import SingleEngineClient, check_ttft
 from engine.client.common_end import FailurePropagation
 from engine.client.output_queue import RequestOutputQueue
+from engine.client.resumption import ResumptionObserver
+from engine.client.state import Failure, Pause
 from engine.client.terms import NO_TERMS, RequestTerms
 from engine.client.ttft import Share
 from engine.kv_cache.prefix_hashes import block_hashes
@@ -170,7 +166,7 @@ class RouterClient:
         self._num_routed = [0] * len(engines)
         self._ready: Ready | None = None
         self._stats = EngineStats()
-        self._observer: ResumptionObserver | None = None
+        self._observer: ResumptionObserver[SingleEngineClient] | None = None
         self._stats_of: list[EngineStats] = []
         """The stats that `_stats` sums."""
         for engine, prefixes in zip(engines, self._prefixes, strict=True):
@@ -273,7 +269,7 @@ class RouterClient:
             if all(name in engine and engine[name].content == info.content for engine in others)
         }
 
-    def resume(self, observer: ResumptionObserver) -> None:
+    def resume(self, observer: ResumptionObserver[SingleEngineClient]) -> None:
         """Resume requests of a crashed engine on another engine at once; if no engine runs, on the
         first engine that is restarted. `observer` is notified."""
         self._observer = observer

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
-from engine.client.base import Failure, SingleEngineClient
+from engine.client.base import SingleEngineClient
 from engine.client.queue_limits import QueueLimits
+from engine.client.state import Failure
 from engine.transport.channels import RouterSocket, ZmqContext, rejection_warning
 from engine.transport.messages import FromEngine, Hello, Ready, ToEngine
 
@@ -52,7 +53,7 @@ class ZmqClient(SingleEngineClient):
         """Listen for the engine. Raises ConfigError when the address is not available."""
         # Accept no other connections once the engine has connected, unless a restarted engine may
         # have to connect later.
-        num_peers = SOCKETS_PER_ENGINE if self._resumption is None else 0
+        num_peers = 0 if self._resumes else SOCKETS_PER_ENGINE
         self._socket = self._context.bind_router(self._endpoint, FromEngine, num_peers=num_peers)
         self._socket.listen(self._receive_from, self._on_disconnect, self._reject)
 
@@ -93,7 +94,7 @@ class ZmqClient(SingleEngineClient):
     def _on_disconnect(self) -> None:
         failure = Failure("the engine has disconnected", is_external=None)
         # An engine that was never ready is not restarted.
-        if self._resumption is None or self.ready is None:
+        if not self._resumes or self.ready is None:
             asyncio.get_running_loop().call_later(DISCONNECT_GRACE_S, self._lose, failure)
             return
         # A restarted engine sends Hello and Ready again.

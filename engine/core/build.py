@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from config.engine import EngineConfig
 from config.lora.info import LoRAInfo
 from engine.core.coupled_steps import SINGLE_ENGINE, StepSync
-from engine.core.engine_core import NO_LISTENERS, Clock, CoreParts, EngineCore, Listeners
+from engine.core.engine_core import Clock, CoreParts, EngineCore, OnStart
 from engine.executors.base import Executor
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.offload import NO_OFFLOAD, KVOffload
@@ -30,7 +30,7 @@ def build_core(
     *,
     sync: StepSync = SINGLE_ENGINE,
     adapters: Iterable[LoRAInfo] = (),
-    listeners: Listeners = NO_LISTENERS,
+    on_start: OnStart | None = None,
 ) -> EngineCore:
     """Assemble a core. `ready`: message of the started workers. `adapters`: adapters that are
     served from the start."""
@@ -78,7 +78,7 @@ def build_core(
     parts = CoreParts(table, packer, kv, lora, encoder, scheduler, stats, sync)
     for info in adapters:
         lora.register(info)
-    return EngineCore(config, executor, ready, parts, clock, listeners)
+    return EngineCore(config, executor, ready, parts, clock, on_start)
 
 
 def _kv_cache(config: EngineConfig, ready: WorkerReady, table: BucketTable) -> KVCacheManager:

@@ -8,7 +8,7 @@ work, no engine proposes a step, and all engines sleep.
 import os
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -16,7 +16,15 @@ import msgspec
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from engine.scheduling.shared_launches import share_launches
-from engine.transport.channels import TCP, ConnectionWatch, PairSocket, Waiter, ZmqContext
+from engine.transport.channels import (
+    TCP,
+    ConnectionWatch,
+    PairSocket,
+    Pollables,
+    Waiter,
+    WakeUp,
+    ZmqContext,
+)
 from engine.transport.step_messages import (
     AgreedStep,
     FromHub,
@@ -31,9 +39,6 @@ from hpu.protocol import Bucket, Launch, StepPlan
 
 JOINED = -1
 """Used in place of a step number for the join."""
-
-CHECK_S = 0.2
-"""Interval at which an engine that waits for other engines checks whether it must stop."""
 
 _OWN_SETTINGS = ("model", "cache_dir", "download_dir", "num_threads", "data_parallel")
 """Settings that may differ between engines."""
@@ -51,9 +56,27 @@ class StepGroup(Protocol):
         proposals by engine."""
         ...
 
-    def wait(self, wake_fd: int) -> None:
-        """Block until a call may have arrived or `wake_fd` is readable."""
+    @property
+    def pollables(self) -> Pollables:
+        """Ready when a call may have arrived."""
         ...
+
+
+class StopSignal(WakeUp):
+    """Tells an engine to stop, on any thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reason: BaseException | None = None
+
+    def stop(self, reason: BaseException) -> None:
+        """Make `check` raise `reason` from now on."""
+        self._reason = reason
+        self.set()
+
+    def check(self) -> None:
+        if self._reason is not None:
+            raise self._reason
 
 
 class StepSync:
@@ -61,6 +84,8 @@ class StepSync:
 
     is_coupled = False
     """Whether other engines take part in each step."""
+    pollables = Pollables()
+    """Ready when another engine may have proposed a step."""
 
     def __init__(self, engine: int = 0) -> None:
         """`engine`: data-parallel index of this engine."""
@@ -69,9 +94,6 @@ class StepSync:
     def is_called(self, step: int) -> bool:
         """Whether this engine must take part in `step`, even without work."""
         return False
-
-    def wait(self, wake_fd: int) -> None:
-        """Block until a call may have arrived or `wake_fd` is readable."""
 
     def share(self, step: int, plan: StepPlan) -> StepPlan:
         """`plan` in the buckets that all engines agree on. Blocks until all engines have
@@ -93,15 +115,13 @@ class DPSync(StepSync):
         """`table`: prepared buckets, used by this object only, so that it stays equal on all
         engines. `max_tokens`: token limit of a launch."""
         self._group = group
+        self.pollables = group.pollables
         super().__init__(engine)
         self._table = table
         self._max_tokens = max_tokens
 
     def is_called(self, step: int) -> bool:
         return self._group.is_called(step)
-
-    def wait(self, wake_fd: int) -> None:
-        self._group.wait(wake_fd)
 
     def share(self, step: int, plan: StepPlan) -> StepPlan:
         """`plan` with the shared launches of all engines: this engine's launches in the agreed
@@ -121,16 +141,17 @@ class HubClient:
     """StepGroup in an engine process. All methods run on the thread of the engine loop. They raise
     EngineDied if a hub on another host is gone, and ConfigError if the hub refuses the token."""
 
-    def __init__(self, endpoint: str, token: str, check: Callable[[], None]) -> None:
-        """`check` is called while waiting for other engines; its exception ends the wait."""
+    def __init__(self, endpoint: str, token: str, stop: StopSignal) -> None:
+        """`stop` ends each wait for other engines."""
         self._context = ZmqContext(token)
         self._watches: list[ConnectionWatch] = []
         """Monitors of the connection to a hub on another host."""
         self._socket: PairSocket[ToHub, FromHub] = self._context.connect_pair(
             endpoint, FromHub, self._watches
         )
-        self._waiter = Waiter([self._socket, *self._watches])
-        self._check = check
+        self.pollables = Pollables([self._socket, *self._watches])
+        self._waiter = Waiter(*(self.pollables | Pollables(fds=[stop.fd])))
+        self._stop = stop
         self._called = JOINED
         """Last step that another engine has proposed."""
         self._agreed: AgreedStep | None = None
@@ -148,9 +169,6 @@ class HubClient:
         self._socket.send(StepProposal(step, list(buckets)))
         return self._wait_for(step).planned
 
-    def wait(self, wake_fd: int) -> None:
-        Waiter([self._socket, *self._watches], [wake_fd]).wait()
-
     def close(self) -> None:
         for watch in self._watches:
             watch.close()
@@ -160,8 +178,8 @@ class HubClient:
     def _wait_for(self, step: int) -> AgreedStep:
         self._receive()
         while self._agreed is None:
-            self._waiter.wait(CHECK_S)
-            self._check()
+            self._waiter.wait()
+            self._stop.check()
             self._receive()
         agreed, self._agreed = self._agreed, None
         assert agreed.step == step, f"step {agreed.step} was agreed on, not {step}"

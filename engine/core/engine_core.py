@@ -1,8 +1,8 @@
 """EngineCore: runs steps: schedule, submit, collect, process the result."""
 
 import logging
+import math
 import random
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -44,26 +44,18 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     PREFILL,
     PROFILE_CALLS,
+    WARM_UP_NEXT,
     AdapterLoaded,
-    DropFiles,
+    BlocksFetched,
+    Handlers,
     StepPlan,
     StepResult,
-    WarmupProgress,
+    WarmedBuckets,
+    WorkerCall,
     WorkerReady,
 )
 
 logger = logging.getLogger(__name__)
-
-CALL_POLL_S = 50e-6
-"""Poll interval for the next call while an idle engine's devices compute padding."""
-MAX_CALL_WAIT_S = 0.1
-"""Maximum time of this polling before the engine waits for its devices only."""
-
-FETCH_POLL_S = 0.002
-"""Maximum wait for file reads before an engine checks for new requests."""
-
-ADAPTER_POLL_S = 0.002
-"""Maximum wait for an adapter before an engine checks for new requests."""
 
 _ARGUMENTS = {
     SLEEP: ("level", "mode"),
@@ -78,17 +70,9 @@ Clock = Callable[[], float]
 """Monotonic time in seconds."""
 
 
-class Listeners(NamedTuple):
-    """Functions that an EngineCore calls."""
-
-    on_progress: Callable[[WarmupProgress], None] = lambda progress: None
-    """Called during warm-up after a sleep."""
-    on_start: Callable[[list[tuple[int, StepOutput]]], None] | None = None
-    """Receives the messages about started requests before their first plan is submitted, so that
-    front ends know the started requests if the plan crashes the process."""
-
-
-NO_LISTENERS = Listeners()
+OnStart = Callable[[list[tuple[int, StepOutput]]], None]
+"""Receives the messages about started requests before their first plan is submitted, so that front
+ends know the started requests if the plan crashes the process."""
 
 
 class CoreParts(NamedTuple):
@@ -118,10 +102,10 @@ class EngineCore:
         ready: WorkerReady,
         parts: CoreParts,
         clock: Clock,
-        listeners: Listeners,
+        on_start: OnStart | None,
     ) -> None:
         self._executor = executor
-        self._on_start = listeners.on_start
+        self._on_start = on_start
         self._clock = clock
         self._max_inflight = config.max_inflight_steps
         self._by_priority = config.scheduler.policy == "priority"
@@ -146,10 +130,25 @@ class EngineCore:
         self._scheduler, self._sync = parts.scheduler, parts.sync
         self.num_deferred = ready.num_deferred
         """Buckets that remain to be warmed up while the engine is idle."""
+        self.is_warming_up = False
+        """Whether the workers warm up a bucket now."""
+        self.is_waiting = False
+        """Whether the next step must wait for a message of a front end, a worker or another engine,
+        at most `wait_s`."""
+        self._handlers: Handlers = {
+            StepResult: self._process,
+            WarmedBuckets: self._on_warmed,
+            AdapterLoaded: self._on_loaded,
+            BlocksFetched: parts.kv.offload.on_fetched,
+        }
+        """Handlers of the workers' messages, by type."""
+        senders = (parts.lora, parts.kv.offload)
+        self._senders = tuple(sender for sender in senders if sender.is_enabled)
+        """Resources with messages for the workers."""
         self._has_new_adapters = bool(parts.lora.infos)
         self._matching = GrammarMatching()
         self._outputs = OutputProcessor(self._kv, self._matching)
-        self._sleep_state = SleepState(executor, listeners.on_progress)
+        self._sleep_state = SleepState(executor)
         self._requests: dict[int, Request] = {}
         self._deadlines = Deadlines()
         self._prefill_rate = PrefillRate()
@@ -189,20 +188,25 @@ class EngineCore:
         """Whether another engine has proposed the next step, so that this engine must join it."""
         return self._sync.is_called(self._step)
 
-    def warm_up_next(self) -> bool:
-        """Warm up a remaining bucket; called when the engine is idle. Returns whether to call again
-        soon."""
-        may_continue = self._executor.warm_up_next()
-        self._take_warmed()
-        return may_continue
+    @property
+    def wait_s(self) -> float:
+        """Maximum wait before the next step of an engine that `is_waiting`."""
+        left_s = self._deadlines.seconds_left(self._clock()) if self._deadlines else math.inf
+        return min(left_s, self._executor.poll_s) if self._inflight else left_s
 
-    def _take_warmed(self) -> None:
-        for warmed in self._executor.take_warmed():
-            self._table.add(warmed.buckets)
-            self._packer.invalidate()
-            self._stats.update_counters(warmed.counters)
-            self.num_deferred = warmed.num_deferred
-            self._has_output = True
+    def warm_up_next(self) -> None:
+        """Warm up a remaining bucket; called when the engine is idle and no bucket is being warmed
+        up."""
+        self.is_warming_up = True
+        self._executor.send(WorkerCall(WARM_UP_NEXT))
+
+    def _on_warmed(self, warmed: WarmedBuckets) -> None:
+        self.is_warming_up = False
+        self._table.add(warmed.buckets)
+        self._packer.invalidate()
+        self._stats.update_counters(warmed.counters)
+        self.num_deferred = warmed.num_deferred
+        self._has_output = True
 
     def add_front_end(self, front_end: int) -> None:
         """Register a front end: it receives the stats of every step, even without requests."""
@@ -343,16 +347,25 @@ class EngineCore:
         self._has_new_adapters = False
         return self._lora.infos
 
-    def _update_adapters(self) -> None:
-        """Process finished adapter loads, and send new loads and drops to the workers."""
-        if self._lora.num_loading:
-            for loaded in self._executor.take_loaded():
-                if not self._lora.on_loaded(loaded):
-                    self._fail_adapter(loaded)
-        for drop in self._lora.take_drops():
-            self._executor.drop_adapter(drop)
-        for load in self._lora.take_loads():
-            self._executor.load_adapter(load)
+    def _receive(self, *, waits: bool = False) -> bool:
+        """Handle the messages of the workers; returns whether a result was among them. Must not run
+        between a schedule and its submit: the plan may still use a slot that is read to."""
+        num_inflight = len(self._inflight)
+        for message in self._executor.receive(waits=waits):
+            self._handlers[type(message)](message)
+        return len(self._inflight) < num_inflight
+
+    def _send_messages(self) -> None:
+        """Send the messages of the resources. Must not run between a schedule and its submit."""
+        if self._sleep_state.is_sleeping:
+            return
+        for sender in self._senders:
+            for message in sender.take_messages():
+                self._executor.send(message)
+
+    def _on_loaded(self, loaded: AdapterLoaded) -> None:
+        if not self._lora.on_loaded(loaded):
+            self._fail_adapter(loaded)
 
     def _fail_adapter(self, loaded: AdapterLoaded) -> None:
         """Fail the requests of an adapter that cannot be read."""
@@ -369,24 +382,8 @@ class EngineCore:
 
     def _reset_prefix_cache(self) -> bool:
         self._kv.reset_prefix_cache(self._scheduler.requests_with_blocks)
-        self._send_file_orders()
+        self._send_messages()
         return True
-
-    def _update_offload(self) -> None:
-        """Process answered file reads, and send new reads and deletions to the workers. Must not
-        run between a schedule and its submit: the plan may still use a slot that is read to."""
-        if self._offload.num_fetching:
-            for answer in self._executor.take_fetched():
-                self._offload.on_fetched(answer)
-        self._send_file_orders()
-
-    def _send_file_orders(self) -> None:
-        if self._sleep_state.is_sleeping:
-            return
-        if dropped := self._offload.take_dropped_files():
-            self._executor.drop_files(DropFiles(dropped))
-        for fetch in self._offload.take_fetches():
-            self._executor.fetch_blocks(fetch)
 
     def _sleep(self, level: int = 1, mode: str = "abort") -> str:
         """Release device memory, see hpu.worker.Worker.sleep. Mode "abort": at once; unfinished
@@ -413,23 +410,27 @@ class EngineCore:
         for request in self._requests.values():
             self._outputs.finish(request, "error", now, error=SLEEPING, is_retryable=True)
         self._requests.clear()
-        while self._inflight:
-            self._process(self._executor.collect())
-        while self._offload.num_fetching:
-            self._update_offload()
-            if self._offload.num_fetching:
-                self._executor.wait_fetched(FETCH_POLL_S)
-        while self._lora.num_loading:
+        while self._has_open_messages:
             # Sleeping now could make a worker cancel a read that another rank has answered.
-            self._update_adapters()
-            if self._lora.num_loading:
-                self._executor.wait_loaded(ADAPTER_POLL_S)
+            self._send_messages()
+            self._receive(waits=True)
+        self._send_messages()
         self._sleep_state.sleep()
         self._scheduler.reset()
         self._kv.reset_prefix_cache((), drops_files=False)
         self._stats.update_counters({"graphs": 0, "graph_bytes": 0})
         self.num_deferred = 0
         self._has_output = True
+
+    @property
+    def _has_open_messages(self) -> bool:
+        """Whether the workers have to answer a message."""
+        return (
+            bool(self._inflight)
+            or self._offload.num_fetching > 0
+            or self._lora.num_loading > 0
+            or self.is_warming_up
+        )
 
     def _wake_up(self, tags: Sequence[str] = ()) -> str:
         """Restore the memory that `tags` name; all memory if empty. Requests are accepted again
@@ -453,28 +454,24 @@ class EngineCore:
 
         Returns (front end, message) pairs, at most one message per front end.
         """
-        if self.num_deferred:
-            self._take_warmed()
+        self.is_waiting = False
         if self._deadlines:
             self._end_overdue()
         if self._sleep_state.is_pending and not self._requests:
             self._enter_sleep()
-        if self._inflight and self._executor.has_result():
-            self._process(self._executor.collect())
+        if self._receive():
             return self._drain_events()
         if self._guided:
             self._collect_for_masks()
         if self._matching.has_work:
             self._catch_up()
-        if self._lora.is_enabled:
-            self._update_adapters()
-        if self._offload.is_enabled:
-            self._update_offload()
+        if self._senders:
+            self._send_messages()
         if len(self._inflight) < self._max_inflight:
             output = self._scheduler.schedule(self._step)
             if output.started or output.failed:
                 self._report_scheduled(output)
-                # Needed even with a step in flight: an executor may compute during submit.
+                # Needed even with a step in flight: an executor may compute during `send`.
                 if self._on_start is not None:
                     self._on_start(self._take_messages())
             if self._sync.is_coupled and (output.plan is not None or self._is_called):
@@ -482,24 +479,21 @@ class EngineCore:
             if output.plan is not None:
                 if not self._inflight:
                     self._prefill_rate.begin(self._clock())
-                self._executor.submit(output.plan)
+                self._executor.send(output.plan)
                 self._inflight.append(output)
                 self._step += 1
-                if self._offload.is_enabled:
-                    self._send_file_orders()
+                if self._senders:
+                    self._send_messages()
                 if len(self._inflight) < self._max_inflight:
                     return []
-            elif self._sync.is_coupled and self._inflight and self._wait_for_peers():
+            elif self._sync.is_coupled or not self._inflight:
+                # Coupled engines: the devices may compute padding, and another engine must not wait
+                # for its end. Otherwise every waiting request waits for its adapter or for files.
+                self._send_messages()
+                self.is_waiting = self._has_open_messages
                 return self._drain_events()
         if self._inflight:
-            self._process(self._executor.collect())
-        elif self._lora.num_loading:
-            # Every waiting request waits for its adapter.
-            self._executor.wait_loaded(ADAPTER_POLL_S)
-        elif self._offload.num_fetching:
-            # Every waiting request waits for file reads.
-            self._send_file_orders()
-            self._executor.wait_fetched(FETCH_POLL_S)
+            self._receive(waits=True)
         return self._drain_events()
 
     def _drain_events(self) -> list[tuple[int, StepOutput]]:
@@ -526,18 +520,7 @@ class EngineCore:
         plan is made, and no launch is deferred: the engines' launches keep a common order."""
         self._guided.intersection_update(self._requests)
         while self._guided and self._inflight:
-            self._process(self._executor.collect())
-
-    def _wait_for_peers(self) -> bool:
-        """Poll for another engine's proposal of the next step while the devices compute padding:
-        without this, the proposal would have to wait for the end of the padding. False if a result
-        came first or MAX_CALL_WAIT_S passed."""
-        end_s = time.monotonic() + MAX_CALL_WAIT_S
-        while not self._executor.has_result() and time.monotonic() < end_s:
-            if self._is_called:
-                return True
-            time.sleep(CALL_POLL_S)
-        return False
+            self._receive(waits=True)
 
     def take_outputs(self) -> list[tuple[int, StepOutput]]:
         """Pending messages, without running a step."""
@@ -615,7 +598,7 @@ class EngineCore:
         running = self._inflight[0] if self._inflight else None
         if running is not None and running.deferred:
             assert running.plan is not None, "only a plan has deferred requests"
-            self._executor.submit_masks(deferred_masks(running.plan, running.deferred))
+            self._executor.send(deferred_masks(running.plan, running.deferred))
 
     def _log_compilations(self, output: SchedulerOutput, count: int) -> None:
         """Log the compilations of a step and the requests that waited for them."""

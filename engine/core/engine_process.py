@@ -183,7 +183,7 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
         try:
             if orders.config.num_coupled_engines > 1:
                 hub = _start_hub(orders)
-                group = HubClient(orders.hub_endpoint(orders.engine), orders.token, loop.check_stop)
+                group = HubClient(orders.hub_endpoint(orders.engine), orders.token, loop.stopped)
                 group.join(orders.engine, orders.config)
             executor = make_executor(
                 orders.own_config,

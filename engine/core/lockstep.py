@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from config.errors import EngineDied
-from engine.executors.base import Lockstep
+from engine.executors.base import Executor
 from engine.structured_output.grammar import Grammar
 from engine.transport.messages import Abort, AddRequest, Control
 
@@ -43,7 +43,7 @@ class LockstepInbox:
     the same request on all ranks. Only rank 0's aborts count: the other ranks abort the same
     requests, but at other times."""
 
-    def __init__(self, executor: Lockstep, inbox: "SimpleQueue[Entry]") -> None:
+    def __init__(self, executor: Executor, inbox: "SimpleQueue[Entry]") -> None:
         self._executor = executor
         self._inbox = inbox
         self._encode = msgspec.msgpack.Encoder().encode

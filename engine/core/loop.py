@@ -1,14 +1,12 @@
 """EngineLoop: takes messages from an inbox, steps the core and sends its messages."""
 
-import contextlib
 import gc
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 import msgspec
 
@@ -29,13 +27,14 @@ from config.params.lora import NamedAdapter
 from config.params.structured_output import GrammarSpec
 from engine.core.adapter_reader import AdapterReader
 from engine.core.build import build_core
-from engine.core.coupled_steps import DPSync, StepGroup, StepSync
-from engine.core.engine_core import EngineCore, Listeners
+from engine.core.coupled_steps import DPSync, StepGroup, StepSync, StopSignal
+from engine.core.engine_core import EngineCore
 from engine.core.lockstep import Entry, FrontEndChange, LockstepInbox
-from engine.executors.base import IDLE_S, Executor, Lockstep
+from engine.executors.base import Executor
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.compilation import GrammarCompiler
 from engine.structured_output.grammar import Grammar
+from engine.transport.channels import Pollables, Waiter, WakeUp
 from engine.transport.messages import (
     BACKGROUND_WARMUP,
     COMPILE_GRAMMAR,
@@ -62,6 +61,8 @@ from hpu.protocol import WarmupProgress, WorkerReady
 
 logger = logging.getLogger(__name__)
 
+IDLE_S = 0.25
+"""Time without work after which an engine continues the warm-up of its workers; seconds."""
 TRIM_AFTER_S = 5.0
 """Idle time after which freed memory is returned to the operating system."""
 MAX_ANNOUNCED_BLOCKS = 1024
@@ -72,20 +73,15 @@ Emit = Callable[[int | None, FromEngine], None]
 
 
 class WakingInbox(SimpleQueue[Entry]):
-    """A queue whose `wake_fd` becomes readable with each entry."""
+    """A queue that sets `wake` after each new entry."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.wake = WakeUp()
 
     def put(self, item: Entry, block: bool = True, timeout: float | None = None) -> None:
         super().put(item)
-        os.eventfd_write(self.wake_fd, 1)
-
-    def clear_wake(self) -> None:
-        """Make `wake_fd` unreadable until the next entry."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.wake_fd)
+        self.wake.set()
 
 
 class EngineLoop:
@@ -103,9 +99,10 @@ class EngineLoop:
         self._num_front_ends = num_front_ends
         self._has_routers = config.data_parallel.data_parallel_size > 1
         self._engine = engine
-        self._inbox: SimpleQueue[Entry] | WakingInbox = SimpleQueue()
-        if config.num_coupled_engines > 1:
-            self._inbox = WakingInbox()
+        self._inbox = WakingInbox()
+        self._waiter = Waiter([], [self._inbox.wake.fd])
+        """Waits for an entry, a message of a worker or the call of another engine."""
+        self.stopped = StopSignal()
         self._sync = StepSync(engine)
         self._is_lockstep = config.executor == EXTERNAL_LAUNCHER
         self._lockstep: LockstepInbox | None = None
@@ -125,7 +122,6 @@ class EngineLoop:
         self._all_see_images = False
         """Whether block hashes cover all images. Set together with `_block_size`, with prefix
         caching only."""
-        self._stop_reason: BaseException | None = None
         self._is_busy = False
         """Whether warm-up of the remaining buckets continues without IDLE_S between buckets. Reset
         by each entry."""
@@ -305,13 +301,8 @@ class EngineLoop:
 
     def stop(self, reason: BaseException) -> None:
         """Make `run` raise `reason` before its next step, or during its start."""
-        self._stop_reason = reason
+        self.stopped.stop(reason)
         self._inbox.put(reason)
-
-    def check_stop(self) -> None:
-        """Raise the reason of `stop` if it was called."""
-        if self._stop_reason is not None:
-            raise self._stop_reason
 
     def run(
         self, executor: Executor, *, freeze_garbage: bool = False, group: StepGroup | None = None
@@ -328,7 +319,7 @@ class EngineLoop:
     def _run(self, executor: Executor, freeze_garbage: bool, group: StepGroup | None) -> None:
         adapters = self._adapters.read_configured()
         worker = executor.start(self._report)
-        if isinstance(executor, Lockstep):
+        if self._is_lockstep:
             self._lockstep = LockstepInbox(executor, self._inbox)
         ends = frozenset(worker.eos_token_ids)
         self._compiler.start(self._config.model, worker.vocab_size, ends, early=freeze_garbage)
@@ -348,8 +339,10 @@ class EngineLoop:
             time.monotonic,
             sync=self._sync,
             adapters=adapters,
-            listeners=Listeners(self._report, self._emit_all),
+            on_start=self._emit_all,
         )
+        own = Pollables(fds=[self._inbox.wake.fd])
+        self._waiter = Waiter(*(own | executor.pollables | self._sync.pollables))
         for front_end in range(self._num_front_ends):
             core.add_front_end(front_end)
         if self._config.cache.enable_prefix_caching and worker.bucket_limits.prefix_caching:
@@ -379,7 +372,7 @@ class EngineLoop:
             self._emit(front_end, message)
 
     def _report(self, progress: WarmupProgress) -> None:
-        self.check_stop()
+        self.stopped.check()
         stage, done, total = progress.stage, progress.done, progress.total
         self._emit(None, Progress(self._engine, stage, done, total, progress.left_s))
 
@@ -388,39 +381,26 @@ class EngineLoop:
             for item in self._lockstep.take(has_work=core.has_work):
                 self._handle(core, item)
             return
-        if isinstance(self._inbox, WakingInbox) and self._sync.is_coupled:
-            self._wait_coupled(core, self._inbox)
-        elif not core.has_work:
-            entry = self._wait(core)
-            if entry is not None:
-                self._handle(core, entry)
+        if core.is_waiting or not core.has_work:
+            self._wait(core)
         for _ in range(self._inbox.qsize()):
             self._handle(core, self._inbox.get())
 
-    def _wait(self, core: EngineCore) -> Entry | None:
-        """The next entry; None if a warmed-up bucket has to be reported first. Returns freed memory
-        to the operating system after TRIM_AFTER_S without an entry."""
-        while core.num_deferred:
-            try:
-                return self._inbox.get(timeout=0.0 if self._is_busy else IDLE_S)
-            except Empty:
-                self._is_busy = core.warm_up_next()
-            if core.has_work:
-                return None
-        with contextlib.suppress(Empty):
-            return self._inbox.get(timeout=TRIM_AFTER_S)
-        trim_memory()
-        return self._inbox.get()
-
-    def _wait_coupled(self, core: EngineCore, inbox: WakingInbox) -> None:
-        """Block until an entry arrives or another engine proposes a step; returns at once if there
-        is work."""
-        while not core.has_work:
-            # Clear before the check: an entry that arrives in between sets wake_fd again.
-            inbox.clear_wake()
-            if inbox.qsize():
-                return
-            self._sync.wait(inbox.wake_fd)
+    def _wait(self, core: EngineCore) -> None:
+        """Wait until `core` may have something to do. Without work, continues the warm-up after
+        IDLE_S, and returns freed memory to the operating system after TRIM_AFTER_S."""
+        self._inbox.wake.clear()
+        if self._inbox.qsize():
+            return
+        if core.is_waiting:
+            self._waiter.wait(core.wait_s)
+        elif core.num_deferred and not (core.is_warming_up or self._sync.is_coupled):
+            if not self._waiter.wait(0.0 if self._is_busy else IDLE_S):
+                core.warm_up_next()
+                self._is_busy = True
+        elif not self._waiter.wait(TRIM_AFTER_S):
+            trim_memory()
+            self._waiter.wait()
 
     def _handle(self, core: EngineCore, item: Entry) -> None:
         self._is_busy = False

@@ -1,11 +1,11 @@
 """SleepState: sleep level of an engine and its released memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from config.errors import UserError
 from engine.executors.base import Executor
 from engine.transport.messages import ASLEEP, AWAKE, FALLING_ASLEEP, KV_CACHE, WEIGHTS
-from hpu.protocol import SLEEP, WAKE_WEIGHTS, WarmupProgress, WorkerReady
+from hpu.protocol import SLEEP, WAKE_WEIGHTS, WorkerReady
 
 TAGS = (WEIGHTS, KV_CACHE)
 
@@ -13,9 +13,8 @@ TAGS = (WEIGHTS, KV_CACHE)
 class SleepState:
     """Sleep state of an engine's workers. Makes them release and restore memory."""
 
-    def __init__(self, executor: Executor, on_progress: Callable[[WarmupProgress], None]) -> None:
+    def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._on_progress = on_progress
         self._level = 0
         self._pending_level = 0
         """Level of a requested sleep that has not begun yet; 0 without a request."""
@@ -64,7 +63,7 @@ class SleepState:
             return None
         ready = None
         if not released:
-            ready = self._executor.wake_up(self._on_progress)
+            ready = self._executor.wake_up()
             self._level = 0
         elif WEIGHTS not in released:
             self._executor.call(WAKE_WEIGHTS)

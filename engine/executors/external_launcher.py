@@ -5,17 +5,20 @@ Each rank has its own engine, and all engines decide the same steps (engine/core
 """
 
 import zlib
-from collections.abc import Callable
 
 import msgspec
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
 from config.loading.env import LaunchedRank
+from engine.executors.base import Report
 from engine.executors.inproc import InprocExecutor
-from hpu.protocol import GrammarMasks, Ranks, StepPlan, WarmupProgress, WorkerReady
+from hpu.protocol import GrammarMasks, Ranks, StepPlan, ToWorker, WorkerReady
+from hpu.worker.worker import Worker
 
 _DIGEST_BYTES = 4
+_DECISIONS = (StepPlan, GrammarMasks)
+"""Messages that must be the same on all ranks."""
 
 
 class ExternalLauncherExecutor(InprocExecutor):
@@ -39,29 +42,23 @@ class ExternalLauncherExecutor(InprocExecutor):
                 f"{parallel.tensor_parallel_size} are"
             )
         # env://: the launcher may already hold the rendezvous port.
-        super().__init__(
-            config,
-            Ranks(launched.world_size, launched.rank, "env://", local_rank=launched.local_rank),
-        )
+        ranks = Ranks(launched.world_size, launched.rank, "env://", local_rank=launched.local_rank)
+        super().__init__(Worker(config, ranks))
         self.rank = launched.rank
         self._encode = msgspec.msgpack.Encoder().encode
         self._digest = 0
         """CRC-32 of all plans and masks so far."""
 
-    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        ready = super().start(on_progress)
-        return self._warm_up_all(ready)
+    def start(self, report: Report) -> WorkerReady:
+        return self._warm_up_all(super().start(report))
 
-    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        return self._warm_up_all(super().wake_up(on_progress))
+    def wake_up(self) -> WorkerReady:
+        return self._warm_up_all(super().wake_up())
 
-    def submit(self, plan: StepPlan) -> None:
-        self._count(plan)
-        super().submit(plan)
-
-    def submit_masks(self, masks: GrammarMasks) -> None:
-        self._count(masks)
-        super().submit_masks(masks)
+    def send(self, message: ToWorker) -> None:
+        if type(message) in _DECISIONS:
+            self._digest = zlib.crc32(self._encode(message), self._digest)
+        super().send(message)
 
     def has_result(self) -> bool:
         """Always False: the devices of other ranks may be faster or slower."""
@@ -76,9 +73,6 @@ class ExternalLauncherExecutor(InprocExecutor):
                 "same calls with the same arguments"
             )
         return shared[_DIGEST_BYTES:]
-
-    def _count(self, message: StepPlan | GrammarMasks) -> None:
-        self._digest = zlib.crc32(self._encode(message), self._digest)
 
     def _warm_up_all(self, ready: WorkerReady) -> WorkerReady:
         """Warm up the buckets that other executors leave for idle time."""

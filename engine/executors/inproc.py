@@ -1,95 +1,87 @@
 """InprocExecutor: a worker in the engine's process, called by the engine's thread."""
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from config.engine import EngineConfig
-from engine.executors.base import Executor
+from engine.executors.base import Executor, Report
+from engine.transport.channels import Pollables, Waiter, WakeUp
 from hpu.protocol import (
-    SINGLE_RANK,
-    AdapterLoaded,
-    BlocksFetched,
-    DropAdapter,
-    DropFiles,
-    FetchBlocks,
-    GrammarMasks,
-    LoadAdapter,
-    Ranks,
+    FromWorker,
+    Handlers,
     StepPlan,
-    StepResult,
+    ToWorker,
     WarmedBuckets,
-    WarmupProgress,
+    WorkerCall,
     WorkerReady,
 )
-from hpu.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from hpu.worker.worker import Worker
+
+POLL_S = 0.001
+"""Interval at which an engine that waits for other engines asks for a result: device events have no
+file descriptor."""
 
 
 class InprocExecutor(Executor):
     """Executor without a worker process and without copies; the worker's Python runs on the
     scheduler's thread.
 
-    On a CPU, `submit` computes the plan, so its result exists before the next plan is scheduled,
-    and no mask is deferred. On a card, masks are deferred like in other executors.
+    On a CPU, `send` computes the plan, so its result exists before the next plan is scheduled, and
+    no mask is deferred. On a card, masks are deferred like in other executors.
     """
 
-    def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
-        self._worker = Worker(config, ranks)
+    poll_s = POLL_S
+
+    def __init__(self, worker: "Worker") -> None:
+        self._worker = worker
+        self._handlers: Handlers = {
+            StepPlan: self._submit,
+            WorkerCall: self._warm_up_next,
+        }
+        self._num_inflight = 0
         self._warmed: list[WarmedBuckets] = []
+        self._arrival = WakeUp()
+        worker.on_message = self._arrival.set
+        self.pollables = Pollables(fds=(self._arrival.fd,))
+        self._waiter = Waiter(*self.pollables)
+        self._report: Report = lambda progress: None
 
-    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        return self._worker.start(on_progress)
+    def start(self, report: Report) -> WorkerReady:
+        self._report = report
+        return self._worker.start(report)
 
-    def submit(self, plan: StepPlan) -> None:
-        self._worker.submit(plan)
+    def send(self, message: ToWorker) -> None:
+        self._handlers.get(type(message), self._worker.handle)(message)
 
-    def submit_masks(self, masks: GrammarMasks) -> None:
-        self._worker.mask(masks)
+    def receive(self, *, waits: bool = False) -> list[FromWorker]:
+        self._arrival.clear()
+        messages: list[FromWorker] = [*self._warmed, *self._worker.take_messages()]
+        self._warmed.clear()
+        # With a plan in flight, `waits` is for its result: ranks in lockstep collect together.
+        if self._num_inflight and (waits or self.has_result()):
+            self._num_inflight -= 1
+            messages.append(self._worker.collect())
+        elif waits and not messages:
+            self._waiter.wait()
+            messages += self._worker.take_messages()
+        return messages
 
     def has_result(self) -> bool:
+        """Whether the oldest result can be collected without waiting."""
         return self._worker.has_result()
-
-    def collect(self) -> StepResult:
-        return self._worker.collect()
 
     def call(self, name: str, level: int = 0) -> str:
         return self._worker.call(name, level)
 
-    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        return self._worker.wake_up(on_progress)
-
-    def warm_up_next(self) -> bool:
-        warmed = self._worker.idle()
-        if warmed is None:
-            return False
-        self._warmed.append(warmed)
-        return warmed.num_deferred > 0
-
-    def load_adapter(self, message: LoadAdapter) -> None:
-        self._worker.load_adapter(message)
-
-    def drop_adapter(self, message: DropAdapter) -> None:
-        self._worker.drop_adapter(message)
-
-    def take_loaded(self) -> list[AdapterLoaded]:
-        return self._worker.take_loaded()
-
-    def wait_loaded(self, timeout_s: float) -> None:
-        self._worker.wait_loaded(timeout_s)
-
-    def fetch_blocks(self, message: FetchBlocks) -> None:
-        self._worker.fetch_blocks(message)
-
-    def drop_files(self, message: DropFiles) -> None:
-        self._worker.drop_files(message)
-
-    def take_fetched(self) -> list[BlocksFetched]:
-        return self._worker.take_fetched()
-
-    def wait_fetched(self, timeout_s: float) -> None:
-        self._worker.wait_fetched(timeout_s)
-
-    def take_warmed(self) -> list[WarmedBuckets]:
-        warmed, self._warmed = self._warmed, []
-        return warmed
+    def wake_up(self) -> WorkerReady:
+        return self._worker.wake_up(self._report)
 
     def close(self) -> None:
         self._worker.close()
+
+    def _submit(self, plan: StepPlan) -> None:
+        self._worker.submit(plan)
+        self._num_inflight += 1
+
+    def _warm_up_next(self, call: WorkerCall) -> None:
+        self._warmed.append(self._worker.idle() or WarmedBuckets([], 0))

@@ -3,30 +3,36 @@ sends to all workers and a single socket receives from all workers, so the work 
 thread does not grow with their number. The launcher decides where the processes run."""
 
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, ProfileWritten, RequestFailed, UserError
 from config.log import applied as applied_log
-from engine.executors.base import Executor
+from engine.executors.base import Executor, Report
 from engine.executors.worker_launcher import WorkerLauncher
 from engine.executors.worker_main import WorkerOrders
 from engine.process.child_process import ProcessEnd
-from engine.transport.channels import PairSocket, Publisher, Waiter, ZmqContext, new_token
+from engine.transport.channels import (
+    PairSocket,
+    Pollables,
+    Publisher,
+    Waiter,
+    ZmqContext,
+    new_token,
+)
 from hpu.protocol import (
     WAKE_UP,
-    WARM_UP_NEXT,
     AdapterLoaded,
     BlocksFetched,
-    DropAdapter,
     DropFiles,
     FetchBlocks,
     FromWorker,
     GrammarMasks,
-    LoadAdapter,
     StepPlan,
     StepResult,
     ToWorker,
@@ -50,8 +56,74 @@ STALLED_S = 300.0
 More than a compilation takes; ranks that disagree wait for each other forever."""
 
 
+_NOUNS = {
+    StepPlan: "plans",
+    GrammarMasks: "masks",
+    FetchBlocks: "reads",
+    DropFiles: "files to delete",
+}
+"""Names of unread messages in errors; other messages are calls."""
+
+
+def _merge_results(results: Sequence[StepResult], output: int) -> StepResult:
+    """A block that any rank found corrupt is corrupt."""
+    merged = results[output]
+    merged.corrupt_loads = sorted(set().union(*(result.corrupt_loads for result in results)))
+    return merged
+
+
+def _merge_reads(reads: Sequence[BlocksFetched], output: int) -> BlocksFetched:
+    """A block is present if every rank has read its part."""
+    corrupt = {index for read in reads for index in read.corrupt}
+    missing = {index for read in reads for index in read.missing} - corrupt
+    seconds = max(read.seconds for read in reads)
+    return BlocksFetched(seconds, sorted(missing), sorted(corrupt))
+
+
+def _merge_loads(loads: Sequence[AdapterLoaded], output: int) -> AdapterLoaded:
+    """The first error, if any."""
+    return next((loaded for loaded in loads if loaded.error is not None), loads[output])
+
+
+def _merge_answers(answers: Sequence[WorkerAnswer], output: int) -> WorkerAnswer:
+    """The first error, or the answer of rank 0, whose files have the names that the user gave."""
+    return next((answer for answer in answers if answer.error is not None), answers[0])
+
+
+def _merge_warmed(warmed: Sequence[WarmedBuckets], output: int) -> WarmedBuckets:
+    """All ranks warm up the same bucket."""
+    return warmed[output]
+
+
+def _merge_ready(messages: Sequence[WorkerReady], output: int) -> WorkerReady:
+    """Report of the output rank, with the facts of all ranks of a group. Raises EngineDied if
+    another rank has a different number of blocks."""
+    merged = messages[output]
+    for rank, message in enumerate(messages):
+        if message.num_blocks != merged.num_blocks:
+            raise EngineDied(
+                f"worker {rank} has {message.num_blocks} KV blocks, "
+                f"worker {output} has {merged.num_blocks}"
+            )
+    facts = [message.rank_facts(rank) for rank, message in enumerate(messages)]
+    merged.ranks = facts if len(facts) > 1 else []
+    return merged
+
+
+MERGES: Mapping[type, Callable[..., Any]] = {
+    StepResult: _merge_results,
+    BlocksFetched: _merge_reads,
+    AdapterLoaded: _merge_loads,
+    WorkerAnswer: _merge_answers,
+    WarmedBuckets: _merge_warmed,
+    WorkerReady: _merge_ready,
+}
+"""How the messages of all ranks become one message, by type. Takes the messages by rank, and the
+output rank. All ranks send the messages of a type in the same order."""
+
+
 class WorkerProcess:
-    """A worker's process and its received messages."""
+    """A worker's process."""
 
     def __init__(
         self,
@@ -63,14 +135,6 @@ class WorkerProcess:
         self.child = launcher.launch(self.name, orders, on_exit)
         self.bucket = ""
         """The bucket that the worker prepares, while it starts."""
-        self.messages: deque[FromWorker] = deque()
-        """Received messages that were not taken yet: at most the results of all plans in flight and
-        an answer."""
-        self.warmed: deque[WarmedBuckets] = deque()
-        self.loaded: deque[AdapterLoaded] = deque()
-        """Loaded adapters in the order of the calls, which is the same on all workers."""
-        self.fetched: deque[BlocksFetched] = deque()
-        """Finished reads in the order of the calls, which is the same on all workers."""
 
 
 class MultiprocExecutor(Executor):
@@ -120,10 +184,29 @@ class MultiprocExecutor(Executor):
             )
             for ranks in places
         ]
-        self._output = self._workers[output_rank]
+        self._output_rank = output_rank
         self._sentinels = [worker.child.sentinel for worker in self._workers]
-        self._waiter = Waiter([self._results], self._sentinels)
-        self._on_progress: Callable[[WarmupProgress], None] = lambda progress: None
+        self.pollables = Pollables([self._results], self._sentinels)
+        self._waiter = Waiter(*self.pollables)
+        self._report: Report = lambda progress: None
+        self._handlers: Mapping[type, Callable[[int, Any], None]] = {
+            WarmupProgress: self._on_progress,
+            WorkerFailed: self._on_failure,
+            StepResult: self._on_result,
+        }
+        """Handlers of messages by type, with the rank; messages of other types are merged."""
+        self._parts: dict[type, list[deque[FromWorker]]] = {
+            kind: [deque() for _ in self._workers] for kind in MERGES
+        }
+        """Messages to merge, by type and rank."""
+        self._merged: list[FromWorker] = []
+        self._answers: deque[WorkerAnswer] = deque()
+        self._ready: deque[WorkerReady] = deque()
+        self._outboxes: Mapping[type, deque[Any]] = {
+            WorkerAnswer: self._answers,
+            WorkerReady: self._ready,
+        }
+        """Where merged messages go that `receive` does not return."""
         self._loads: deque[bool] = deque()
         """For each plan in flight, whether it loads blocks: then every worker sends its result."""
         self._is_closed = False
@@ -133,103 +216,45 @@ class MultiprocExecutor(Executor):
         """Process ids of the workers, by rank."""
         return [worker.child.pid for worker in self._workers]
 
-    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        self._on_progress = on_progress
-        messages = [self._next_message(worker) for worker in self._workers]
+    def start(self, report: Report) -> WorkerReady:
+        self._report = report
+        while not self._ready:
+            self._wait()
         self._wait_for_connections()
-        return self._ready(messages)
+        return self._ready.popleft()
 
-    def submit(self, plan: StepPlan) -> None:
-        self._send(plan, "plans")
-        self._loads.append(bool(plan.loaded_blocks))
+    def send(self, message: ToWorker) -> None:
+        if not self._plans.send(message):
+            raise self._send_error(_NOUNS.get(type(message), "calls"))
+        if type(message) is StepPlan:
+            self._loads.append(bool(message.loaded_blocks) and len(self._workers) > 1)
 
-    def submit_masks(self, masks: GrammarMasks) -> None:
-        self._send(masks, "masks")
-
-    def has_result(self) -> bool:
-        while not self._output.messages:
-            if not self._receive():
-                return False
-        return True
-
-    def collect(self) -> StepResult:
-        result = self._next_result(self._output)
-        if self._loads.popleft() and len(self._workers) > 1:
-            others = [
-                self._next_result(worker) for worker in self._workers if worker is not self._output
-            ]
-            parts = [set(output.corrupt_loads) for output in (result, *others)]
-            result.corrupt_loads = sorted(set().union(*parts))
-        return result
+    def receive(self, *, waits: bool = False) -> list[FromWorker]:
+        while not self._merged and (waits or self._take()):
+            if waits:
+                self._wait()
+        merged, self._merged = self._merged, []
+        return merged
 
     def call(self, name: str, level: int = 0) -> str:
-        # The answer of rank 0, whose files have the names that the user gave.
-        answer = self._call(WorkerCall(name, level))[0]
-        assert isinstance(answer, WorkerAnswer), f"{answer} in place of an answer to {name}"
+        self.send(WorkerCall(name, level))
+        while not self._answers:
+            self._wait()
+        answer = self._answers.popleft()
+        if answer.is_refusal:
+            raise UserError(answer.error or name, code=answer.code)
+        if answer.error is not None:
+            raise RequestFailed(answer.error)
         return answer.value
 
-    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        self._on_progress = on_progress
-        return self._ready(self._call(WorkerCall(WAKE_UP)))
-
-    def warm_up_next(self) -> bool:
-        """Warm up on all workers of a group. False for a single worker, which detects by itself
-        that it is idle."""
-        if len(self._workers) == 1:
-            return False
-        known = [len(worker.warmed) for worker in self._workers]
-        self._send(WorkerCall(WARM_UP_NEXT), "calls")
-        while any(
-            len(worker.warmed) == count for worker, count in zip(self._workers, known, strict=True)
-        ):
-            self._wait()
-        return self._output.warmed[-1].num_deferred > 0
-
-    def load_adapter(self, message: LoadAdapter) -> None:
-        self._send(message, "calls")
-
-    def drop_adapter(self, message: DropAdapter) -> None:
-        self._send(message, "calls")
-
-    def take_loaded(self) -> list[AdapterLoaded]:
-        self.has_result()
-        loaded = []
-        while all(worker.loaded for worker in self._workers):
-            answers = [worker.loaded.popleft() for worker in self._workers]
-            errors = [answer for answer in answers if answer.error is not None]
-            loaded.append((errors or answers)[0])
-        return loaded
-
-    def wait_loaded(self, timeout_s: float) -> None:
-        if not self._receive():
-            self._waiter.wait(timeout_s)
-        for worker in self._workers:
-            if worker.child.poll() is not None:
-                self._wait()
-
-    def fetch_blocks(self, message: FetchBlocks) -> None:
-        self._send(message, "reads")
-
-    def drop_files(self, message: DropFiles) -> None:
-        self._send(message, "files to delete")
-
-    def take_fetched(self) -> list[BlocksFetched]:
-        self.has_result()
-        fetched = []
-        while all(worker.fetched for worker in self._workers):
-            fetched.append(_merged([worker.fetched.popleft() for worker in self._workers]))
-        return fetched
-
-    def wait_fetched(self, timeout_s: float) -> None:
-        self.wait_loaded(timeout_s)
-
-    def take_warmed(self) -> list[WarmedBuckets]:
-        self.has_result()
-        # A bucket counts as warmed up once every worker has captured it; all workers use the same
-        # order.
-        count = min(len(worker.warmed) for worker in self._workers)
-        warmed = [[worker.warmed.popleft() for _ in range(count)] for worker in self._workers]
-        return warmed[self._workers.index(self._output)]
+    def wake_up(self) -> WorkerReady:
+        try:
+            self.call(WAKE_UP)
+        finally:
+            # After an error of another rank, a rank may have sent its report.
+            for parts in self._parts[WorkerReady]:
+                parts.clear()
+        return self._ready.popleft()
 
     def close(self) -> None:
         if self._is_closed:
@@ -248,10 +273,6 @@ class MultiprocExecutor(Executor):
         if self._has_died.acquire(blocking=False):
             self._on_death(_death(end))
 
-    def _send(self, message: ToWorker, what: str) -> None:
-        if not self._plans.send(message):
-            raise self._send_error(what)
-
     def _send_error(self, what: str) -> ConfigError | EngineDied:
         """Why a worker does not read `what`."""
         while (received := self._results.receive()) is not None:
@@ -261,53 +282,6 @@ class MultiprocExecutor(Executor):
             if worker.child.poll() is not None:
                 return _death(worker.child.end)
         return EngineDied(f"a worker does not read its {what}")
-
-    def _call(self, call: WorkerCall) -> list[FromWorker]:
-        """Every worker's answer, by rank. Raises the first error among the answers."""
-        self._send(call, "calls")
-        answers = [self._next_answer(worker) for worker in self._workers]
-        for answer in answers:
-            if isinstance(answer, WorkerAnswer) and answer.is_refusal:
-                raise UserError(answer.error or call.name, code=answer.code)
-            if isinstance(answer, WorkerAnswer) and answer.error is not None:
-                raise RequestFailed(answer.error)
-        return answers
-
-    def _ready(self, messages: list[FromWorker]) -> WorkerReady:
-        """Report of the worker `output_rank`, with the facts of all workers of a group. Raises
-        EngineDied if another worker has a different number of blocks."""
-        output = messages[self._workers.index(self._output)]
-        assert isinstance(output, WorkerReady), f"{output} before {self._output.name} was ready"
-        ranks = []
-        for rank, (worker, message) in enumerate(zip(self._workers, messages, strict=True)):
-            assert isinstance(message, WorkerReady), f"{message} before {worker.name} was ready"
-            ranks.append(message.rank_facts(rank))
-            if message.num_blocks != output.num_blocks:
-                raise EngineDied(
-                    f"{worker.name} has {message.num_blocks} KV blocks, "
-                    f"{self._output.name} has {output.num_blocks}"
-                )
-        output.ranks = ranks if len(ranks) > 1 else []
-        return output
-
-    def _next_result(self, worker: WorkerProcess) -> StepResult:
-        result = self._next_message(worker)
-        assert isinstance(result, StepResult), f"{result} in place of a step's result"
-        return result
-
-    def _next_answer(self, worker: WorkerProcess) -> FromWorker:
-        """The next answer of `worker`, which may arrive before the results of plans in flight."""
-        while True:
-            for index, message in enumerate(worker.messages):
-                if isinstance(message, WorkerAnswer | WorkerReady):
-                    del worker.messages[index]
-                    return message
-            self._wait()
-
-    def _next_message(self, worker: WorkerProcess) -> FromWorker:
-        while not worker.messages:
-            self._wait()
-        return worker.messages.popleft()
 
     def _wait_for_connections(self) -> None:
         """Wait until every worker is subscribed to the plans. Raises EngineDied when a worker is
@@ -322,44 +296,60 @@ class MultiprocExecutor(Executor):
 
     def _wait(self) -> None:
         """Wait for a message of any worker. Raises EngineDied when a worker is dead."""
-        if self._receive():
+        if self._take():
             return
-        is_silent = not self._waiter.wait(STALLED_S if self._is_warming_up else None)
-        if self._receive():
+        is_silent = not self._waiter.wait(STALLED_S if self._is_warming_up else math.inf)
+        if self._take():
             return
         if is_silent:
             self._log_stall()
         for worker in self._workers:
             if worker.child.poll() is not None:
                 Waiter([self._results]).wait(LAST_MESSAGE_S)
-                if not self._receive():
+                if not self._take():
                     raise _death(worker.child.end)
                 return
 
-    def _receive(self) -> bool:
-        """Take a message if there is any; returns whether there was. Raises ConfigError or
+    def _take(self) -> bool:
+        """Take a worker's message if there is any; returns whether there was. Raises ConfigError or
         EngineDied when a worker failed."""
         received = self._results.receive()
         if received is None:
             return False
         rank, message = received
-        worker = self._workers[rank]
-        if isinstance(message, WorkerFailed):
-            raise self._cause(message)
-        if isinstance(message, WarmedBuckets):
-            worker.warmed.append(message)
-        elif isinstance(message, AdapterLoaded):
-            worker.loaded.append(message)
-        elif isinstance(message, BlocksFetched):
-            worker.fetched.append(message)
-        elif not isinstance(message, WarmupProgress):
-            worker.bucket = ""
-            worker.messages.append(message)
-        else:
-            worker.bucket = message.bucket or worker.bucket
-            if worker is self._output:
-                self._on_progress(message)
+        self._handlers.get(type(message), self._on_part)(rank, message)
         return True
+
+    def _on_progress(self, rank: int, progress: WarmupProgress) -> None:
+        worker = self._workers[rank]
+        worker.bucket = progress.bucket or worker.bucket
+        if rank == self._output_rank:
+            self._report(progress)
+
+    def _on_failure(self, rank: int, failure: WorkerFailed) -> None:
+        raise self._cause(failure)
+
+    def _on_result(self, rank: int, result: StepResult) -> None:
+        parts = self._parts[StepResult]
+        parts[rank].append(result)
+        output = parts[self._output_rank]
+        while output and (not self._loads[0] or all(parts)):
+            if self._loads.popleft():
+                self._merge(StepResult)
+            else:
+                self._merged.append(output.popleft())
+
+    def _on_part(self, rank: int, message: FromWorker) -> None:
+        kind = type(message)
+        self._workers[rank].bucket = ""
+        self._parts[kind][rank].append(message)
+        if all(self._parts[kind]):
+            self._merge(kind)
+
+    def _merge(self, kind: type) -> None:
+        parts = [messages.popleft() for messages in self._parts[kind]]
+        merged = MERGES[kind](parts, self._output_rank)
+        self._outboxes.get(kind, self._merged).append(merged)
 
     @property
     def _is_warming_up(self) -> bool:
@@ -388,14 +378,6 @@ class MultiprocExecutor(Executor):
             if (worker.child.poll() or 0) < 0:
                 return _death(worker.child.end)
         return _failure(min(failures, key=lambda failure: failure.time))
-
-
-def _merged(answers: list[BlocksFetched]) -> BlocksFetched:
-    """Combined reads of all workers: a block is present if every worker has read its part."""
-    corrupt = {index for answer in answers for index in answer.corrupt}
-    missing = {index for answer in answers for index in answer.missing} - corrupt
-    seconds = max(answer.seconds for answer in answers)
-    return BlocksFetched(seconds, sorted(missing), sorted(corrupt))
 
 
 def _death(end: ProcessEnd) -> EngineDied:

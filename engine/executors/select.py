@@ -61,8 +61,9 @@ def make_executor(
             set_missing(hpu_environment(config))
         set_missing(openmp_environment())
         from engine.executors.inproc import InprocExecutor
+        from hpu.worker.worker import Worker
 
-        return InprocExecutor(config, ranks)
+        return InprocExecutor(Worker(config, ranks))
 
     from engine.executors.multiproc import MultiprocExecutor
 

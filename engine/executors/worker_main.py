@@ -3,9 +3,7 @@
 The parent process sets the worker's environment, before torch or a vendor runtime reads it.
 """
 
-import contextlib
 import logging
-import os
 import sys
 import time
 from collections import deque
@@ -19,7 +17,6 @@ from config.errors import CheckpointError, ConfigError, ProfileWritten, RequestF
 from config.log import DEFAULT, LogConfig
 from config.log import setup as setup_log
 from config.native import panics_as_errors
-from engine.executors.base import IDLE_S
 from engine.process.child_process import (
     Terminated,
     ignore_stop_signal,
@@ -27,26 +24,21 @@ from engine.process.child_process import (
     run_child,
     set_title,
 )
-from engine.transport.channels import PairSocket, Waiter, ZmqContext
+from engine.transport.channels import PairSocket, Waiter, WakeUp, ZmqContext
 from hpu.numa import bind_worker
 from hpu.protocol import (
     SINGLE_RANK,
     WAKE_UP,
     WARM_UP_NEXT,
-    DropAdapter,
-    DropFiles,
-    FetchBlocks,
     FromWorker,
-    GrammarMasks,
-    LoadAdapter,
     Ranks,
+    StepPlan,
     ToWorker,
     WarmedBuckets,
     WarmupProgress,
     WorkerAnswer,
     WorkerCall,
     WorkerFailed,
-    WorkerReady,
 )
 
 if TYPE_CHECKING:
@@ -90,22 +82,22 @@ class StepChannel:
         self._results: PairSocket[tuple[int, FromWorker], None] = context.connect_collector(
             orders.results
         )
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waiter = Waiter([self._plans], [self._wake_fd])
+        self._arrival = WakeUp()
+        self.wake = self._arrival.set
+        """Ends `wait`; may be called on another thread."""
+        self._waiter = Waiter([self._plans], [self._arrival.fd])
 
     def receive(self) -> ToWorker | None:
         """The next message, or None if no message has arrived."""
         return self._plans.receive()
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Wait for a message, or for `wake`, at most `timeout_s`."""
-        if self._wake_fd in self._waiter.wait(timeout_s):
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
+    def wait(self) -> None:
+        """Wait for a message, or for `wake`."""
+        self._waiter.wait()
 
-    def wake(self) -> None:
-        """End `wait`; called from another thread."""
-        os.eventfd_write(self._wake_fd, 1)
+    def clear_wake(self) -> None:
+        """Call it before looking for what `wake` announces."""
+        self._arrival.clear()
 
     def send(self, message: FromWorker) -> None:
         self._results.send((self._rank, message))
@@ -114,7 +106,6 @@ class StepChannel:
         """Disconnect; unsent messages have LINGER_S to leave."""
         self._plans.close()
         self._results.close(LINGER_S)
-        os.close(self._wake_fd)
 
 
 def main() -> None:
@@ -141,7 +132,7 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
     context = ZmqContext(orders.token)
     channel = StepChannel(context, orders)
     worker = make_worker(orders.config, orders.ranks)
-    worker.on_loaded = channel.wake
+    worker.on_message = channel.wake
     code = 0
     try:
         try:
@@ -149,15 +140,7 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
                 ready = worker.start(lambda progress: _send_progress(channel, progress))
             channel.send(ready)
             depth = orders.config.max_inflight_steps
-            _serve(
-                worker,
-                channel,
-                depth,
-                sends_results=orders.sends_results,
-                is_alone=orders.ranks.global_size == 1,
-                serves_adapters=orders.config.lora.enable_lora,
-                has_files=orders.config.offload.kv_offloading_dir is not None,
-            )
+            _serve(worker, channel, depth, sends_results=orders.sends_results)
         except CheckpointError as error:
             code = 1
             logger.error("%s", error)
@@ -184,51 +167,22 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
 
 
 def _serve(
-    worker: "Worker",
-    channel: StepChannel,
-    depth: int,
-    *,
-    sends_results: bool = True,
-    is_alone: bool = True,
-    serves_adapters: bool = False,
-    has_files: bool = False,
+    worker: "Worker", channel: StepChannel, depth: int, *, sends_results: bool = True
 ) -> None:
-    """Loop of a worker. `depth`: maximum number of plans in flight. `is_alone`: whether the worker
-    may warm up buckets when it is idle, since no other rank has to warm up at the same time."""
+    """Loop of a worker. `depth`: maximum number of plans in flight."""
     in_flight: deque[bool] = deque()
     """For each plan in flight, whether this worker sends its result."""
-    may_idle, is_quiet = is_alone, False
     plan_is_due = 0.0
     while True:
         if in_flight and worker.has_result():
             _finish_step(worker, channel, sends=in_flight.popleft())
             plan_is_due = time.monotonic() + PLAN_DUE_S
-        if serves_adapters:
-            for loaded in worker.take_loaded():
-                channel.send(loaded)
-        if has_files:
-            for fetched in worker.take_fetched():
-                channel.send(fetched)
+        channel.clear_wake()
+        for answer in worker.take_messages():
+            channel.send(answer)
         # Launch a plan that has arrived before waiting for the running one's result.
         message = channel.receive()
-        if isinstance(message, WorkerCall) and message.name == WARM_UP_NEXT:
-            channel.send(worker.idle() or WarmedBuckets([], 0))
-        elif isinstance(message, WorkerCall):
-            channel.send(
-                _answer(worker, message, lambda progress: _send_progress(channel, progress))
-            )
-            may_idle = is_alone and (may_idle or message.name == WAKE_UP)
-        elif isinstance(message, GrammarMasks):
-            worker.mask(message)
-        elif isinstance(message, LoadAdapter):
-            worker.load_adapter(message)
-        elif isinstance(message, DropAdapter):
-            worker.drop_adapter(message)
-        elif isinstance(message, FetchBlocks):
-            worker.fetch_blocks(message)
-        elif isinstance(message, DropFiles):
-            worker.drop_files(message)
-        elif message is not None:
+        if isinstance(message, StepPlan):
             if len(in_flight) == depth:
                 # Another rank has sent the result. The runner relies on this: with speculation, a
                 # plan fits the tokens that at most `depth` launches in flight may have accepted.
@@ -236,8 +190,11 @@ def _serve(
             worker.submit(message)
             # Each rank copies its part of the blocks, and reports corrupt parts with its result.
             in_flight.append(sends_results or bool(message.loaded_blocks))
-            is_quiet = False
             plan_is_due = time.monotonic() + PLAN_DUE_S
+        elif isinstance(message, WorkerCall):
+            _answer(worker, message, channel)
+        elif message is not None:
+            worker.handle(message)
         elif in_flight and not worker.lacks_masks:
             if len(in_flight) < depth and time.monotonic() < plan_is_due:
                 # Waiting for the device now would delay the next launch until the device is idle.
@@ -245,15 +202,8 @@ def _serve(
                 continue
             _finish_step(worker, channel, sends=in_flight.popleft())
             plan_is_due = time.monotonic() + PLAN_DUE_S
-        elif may_idle and is_quiet:
-            warmed = worker.idle()
-            if warmed is not None:
-                channel.send(warmed)
-            may_idle = warmed is not None
         else:
-            # No warm-up between two steps of a request, or before its masks.
-            channel.wait(IDLE_S if may_idle else None)
-            is_quiet = not in_flight
+            channel.wait()
 
 
 def _finish_step(worker: "Worker", channel: StepChannel, *, sends: bool) -> None:
@@ -262,17 +212,21 @@ def _finish_step(worker: "Worker", channel: StepChannel, *, sends: bool) -> None
         channel.send(result)
 
 
-def _answer(
-    worker: "Worker", call: WorkerCall, on_progress: Callable[[WarmupProgress], None]
-) -> WorkerAnswer | WorkerReady:
+def _answer(worker: "Worker", call: WorkerCall, channel: StepChannel) -> None:
+    if call.name == WARM_UP_NEXT:
+        channel.send(worker.idle() or WarmedBuckets([], 0))
+        return
+    answer = WorkerAnswer()
     try:
         if call.name == WAKE_UP:
-            return worker.wake_up(on_progress)
-        return WorkerAnswer(worker.call(call.name, call.level))
+            channel.send(worker.wake_up(lambda progress: _send_progress(channel, progress)))
+        else:
+            answer.value = worker.call(call.name, call.level)
     except UserError as error:
-        return WorkerAnswer(error=error.message, is_refusal=True, code=error.code)
+        answer = WorkerAnswer(error=error.message, is_refusal=True, code=error.code)
     except RequestFailed as error:
-        return WorkerAnswer(error=str(error))
+        answer = WorkerAnswer(error=str(error))
+    channel.send(answer)
 
 
 def _send_progress(channel: StepChannel, progress: WarmupProgress) -> None:

@@ -6,7 +6,15 @@ from itertools import islice
 
 from engine.kv_cache.copy_rates import CopyRates
 from engine.kv_cache.offload_index import OffloadIndex
-from hpu.protocol import HASH_BYTES, BlocksFetched, FetchBlocks, OffloadFacts, StepPlan
+from hpu.protocol import (
+    HASH_BYTES,
+    BlocksFetched,
+    DropFiles,
+    FetchBlocks,
+    OffloadFacts,
+    StepPlan,
+    ToWorker,
+)
 
 FETCH_SHARE = 2
 """At most 1/FETCH_SHARE of the slots are reserved for blocks that are being read from files."""
@@ -133,17 +141,18 @@ class KVOffload:
         self._fetches.append(FetchBlocks(hashes, slots))
         return True
 
-    def take_fetches(self) -> list[FetchBlocks]:
-        """File reads to issue now. Slots may still be referenced by earlier plans, never by later
-        plans."""
-        assert not self._stores and not self._loads, "copies wait for a plan"
-        fetches, self._fetches = self._fetches, []
-        self._sent.extend((fetch, True) for fetch in fetches)
-        return fetches
-
-    def take_dropped_files(self) -> list[bytes]:
-        """Blocks whose files must be deleted."""
-        return self._index.take_dropped_files()
+    def take_messages(self) -> list[ToWorker]:
+        """Deletions of files and reads to send now. Slots may still be referenced by earlier plans,
+        never by later plans."""
+        messages: list[ToWorker] = []
+        if dropped := self._index.take_dropped_files():
+            messages.append(DropFiles(dropped))
+        if self._fetches:
+            assert not self._stores and not self._loads, "copies wait for a plan"
+            messages += self._fetches
+            self._sent.extend((fetch, True) for fetch in self._fetches)
+            self._fetches = []
+        return messages
 
     def on_fetched(self, answer: BlocksFetched) -> None:
         """Handle the answer to the oldest read. Blocks that could not be read are recomputed."""

@@ -1,6 +1,7 @@
 """Heap of request deadlines."""
 
 import heapq
+import math
 from collections.abc import Container
 
 MIN_COMPACTION = 64
@@ -23,6 +24,10 @@ class Deadlines:
         if len(self._heap) > 2 * num_open + MIN_COMPACTION:
             self._heap = [entry for entry in self._heap if entry[1] in open_keys]
             heapq.heapify(self._heap)
+
+    def seconds_left(self, now_s: float) -> float:
+        """Time until the earliest deadline; infinite without deadlines."""
+        return max(self._heap[0][0] - now_s, 0.0) if self._heap else math.inf
 
     def take_passed(self, now_s: float) -> list[int]:
         """Remove the deadlines that have passed; returns their keys, earliest first. The requests

@@ -12,7 +12,7 @@ from engine.request import Request
 from engine.scheduling.resource import Refusal, RequestResource
 from engine.scheduling.waiting_queue import WaitingQueue, order_key
 from engine.transport.messages import AddRequest
-from hpu.protocol import NO_SLOT, AdapterLoaded, DropAdapter, LoadAdapter, StepPlan
+from hpu.protocol import NO_SLOT, AdapterLoaded, DropAdapter, LoadAdapter, StepPlan, ToWorker
 
 ABSENT, LOADING, LOADED = range(3)
 
@@ -56,8 +56,7 @@ class LoRASlots(RequestResource):
         self._retired: dict[str, LoRAInfo] = {}
         """The most recently unloaded adapters by content hash; MAX_RETIRED at most."""
         self._slots: list[_Entry | None] = [None] * config.max_loras
-        self._loads: list[LoadAdapter] = []
-        self._drops: list[DropAdapter] = []
+        self._messages: list[ToWorker] = []
         self._to_load: list[_Entry] = []
         """Adapters to load once host memory has space: it is full of adapters in use."""
         self._assigned: list[tuple[int, str]] = []
@@ -202,14 +201,10 @@ class LoRASlots(RequestResource):
 
     # Messages to the workers
 
-    def take_loads(self) -> list[LoadAdapter]:
-        """Adapters that the workers must load."""
-        loads, self._loads = self._loads, []
-        return loads
-
-    def take_drops(self) -> list[DropAdapter]:
-        drops, self._drops = self._drops, []
-        return drops
+    def take_messages(self) -> list[ToWorker]:
+        """Adapters that the workers must load or drop."""
+        messages, self._messages = self._messages, []
+        return messages
 
     def fill_plan(self, plan: StepPlan) -> None:
         """Set the slots that the plan fills, and the content hashes of their adapters."""
@@ -230,7 +225,7 @@ class LoRASlots(RequestResource):
             self.num_failures += 1
             entry.state = ABSENT
             # Other ranks may have loaded the adapter.
-            self._drops.append(DropAdapter(message.content))
+            self._messages.append(DropAdapter(message.content))
         else:
             self.num_loads += 1
             entry.state = LOADED
@@ -246,7 +241,7 @@ class LoRASlots(RequestResource):
         for entry in self._entries.values():
             entry.state, entry.slot = ABSENT, NO_SLOT
         self._slots = [None] * self.max_loras
-        self._loads, self._drops, self._assigned, self._to_load = [], [], [], []
+        self._messages, self._assigned, self._to_load = [], [], []
         self._unblock()
 
     # Metrics
@@ -315,13 +310,13 @@ class LoRASlots(RequestResource):
         entry.state = LOADING
         self.num_loading += 1
         info = entry.info
-        self._loads.append(LoadAdapter(info.content, info.path, info.root, info.name))
+        self._messages.append(LoadAdapter(info.content, info.path, info.root, info.name))
 
     def _evict(self, entry: _Entry) -> None:
         """Evict an adapter from host memory and from its slot, which could not be refilled."""
         self.num_evictions += 1
         entry.state = ABSENT
-        self._drops.append(DropAdapter(entry.info.content))
+        self._messages.append(DropAdapter(entry.info.content))
         if entry.slot != NO_SLOT:
             self._slots[entry.slot] = None
             entry.slot = NO_SLOT

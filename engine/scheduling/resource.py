@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from engine.request import Request
 from engine.transport.messages import AddRequest
-from hpu.protocol import StepPlan
+from hpu.protocol import StepPlan, ToWorker
 
 
 class Refusal(NamedTuple):
@@ -48,6 +48,10 @@ class RequestResource:
 
     def fill_plan(self, plan: StepPlan) -> None:
         """End the plan: add the orders of the resource for the workers."""
+
+    def take_messages(self) -> list[ToWorker]:
+        """Messages to send to the workers now, beside the plans."""
+        return []
 
     def release(self, request: Request) -> None:
         """Release what a running request has reserved: it ended or was preempted."""

@@ -8,14 +8,16 @@ import asyncio
 import hmac
 import logging
 import math
+import os
 import secrets
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import zmq
@@ -245,6 +247,41 @@ class ConnectionWatch:
         self._socket.close(linger=0)
 
 
+class WakeUp:
+    """An event for a Waiter, in this process. Any thread may call `set`.
+
+    Call `clear` before you look for what the event announces: a `set` during or after the look
+    makes `fd` readable again.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable from `set` until `clear`."""
+        self._is_set = False
+        weakref.finalize(self, os.close, self.fd)
+
+    def set(self) -> None:
+        # The write comes first: otherwise `clear` could reset the flag and leave `fd` readable.
+        os.eventfd_write(self.fd, 1)
+        self._is_set = True
+
+    def clear(self) -> None:
+        if self._is_set:
+            self._is_set = False
+            with suppress(BlockingIOError):
+                os.eventfd_read(self.fd)
+
+
+class Pollables(NamedTuple):
+    """What a Waiter waits for. Its owner reads all messages before it waits."""
+
+    sockets: "Sequence[PairSocket[Any, Any] | Publisher[Any] | ConnectionWatch]" = ()
+    fds: Sequence[int] = ()
+
+    def __or__(self, other: "Pollables") -> "Pollables":
+        return Pollables((*self.sockets, *other.sockets), (*self.fds, *other.fds))
+
+
 class Waiter:
     """Waits until a socket has a message or a file descriptor is readable."""
 
@@ -253,16 +290,18 @@ class Waiter:
         sockets: "Sequence[PairSocket[Any, Any] | Publisher[Any] | ConnectionWatch]",
         fds: Sequence[int] = (),
     ) -> None:
+        # zmq.Poller reads the state of each socket first: it needs no edge of a descriptor.
         self._poller = zmq.Poller()
         for socket in sockets:
             self._poller.register(socket._socket, zmq.POLLIN)
         for fd in fds:
             self._poller.register(fd, zmq.POLLIN)
 
-    def wait(self, timeout_s: float | None = None) -> set[int]:
-        """Wait, at most `timeout_s`. Returns the descriptors that are readable or closed."""
-        ready = self._poller.poll(None if timeout_s is None else round(timeout_s * 1000))
-        return {source for source, _ in ready if isinstance(source, int)}
+    def wait(self, timeout_s: float = math.inf) -> set[object]:
+        """Wait, at most `timeout_s`. Returns what is ready: descriptors that are readable or
+        closed, and sockets; empty after `timeout_s`."""
+        timeout_ms = None if timeout_s == math.inf else math.ceil(timeout_s * 1000)
+        return {source for source, _ in self._poller.poll(timeout_ms)}
 
 
 class RouterSocket(Generic[Sent, Received]):

@@ -1,7 +1,6 @@
 """LoRAManager: adapters in host memory and in the slots of a model's layers."""
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -105,7 +104,6 @@ class LoRAManager:
         self._host: dict[str, Future[StagedAdapter]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="lora")
         self._loaded: deque[AdapterLoaded] = deque()
-        self._has_loaded = threading.Event()
         self.on_loaded: Callable[[], None] = lambda: None
         """Called on the reading thread when `take_loaded` has a new result."""
         self._copied: deque[tuple[Event, StagedAdapter]] = deque()
@@ -163,7 +161,6 @@ class LoRAManager:
                 logger.error("adapter %s cannot be read", message.path, exc_info=error)
                 text = f"{message.name} cannot be read"
             self._loaded.append(AdapterLoaded(message.content, text))
-            self._has_loaded.set()
             self.on_loaded()
 
         future.add_done_callback(done)
@@ -178,15 +175,10 @@ class LoRAManager:
 
     def take_loaded(self) -> list[AdapterLoaded]:
         """Results of reads since the last call: loaded adapters and errors."""
-        self._has_loaded.clear()
         loaded = []
         while self._loaded:
             loaded.append(self._loaded.popleft())
         return loaded
-
-    def wait_loaded(self, timeout_s: float) -> None:
-        """Wait until `take_loaded` has a result, at most `timeout_s`."""
-        self._has_loaded.wait(timeout_s)
 
     def activate(self, slots: Sequence[int], contents: Sequence[str]) -> None:
         """Copy adapters from host memory to slots, in order with the launches."""

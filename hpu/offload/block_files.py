@@ -106,11 +106,6 @@ class BlockFiles:
             self._fetched.clear()
         return fetched
 
-    def wait_fetched(self, timeout_s: float) -> None:
-        """Wait until `take_fetched` has a result, at most `timeout_s`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._fetched, timeout_s)
-
     def drop(self, hashes: Iterable[bytes]) -> None:
         """Delete files asynchronously."""
         dropped = set(hashes)

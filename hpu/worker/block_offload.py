@@ -172,10 +172,6 @@ class BlockOffload:
     def take_fetched(self) -> list[BlocksFetched]:
         return [] if self._files is None else self._files.take_fetched()
 
-    def wait_fetched(self, timeout_s: float) -> None:
-        if self._files is not None:
-            self._files.wait_fetched(timeout_s)
-
     def drop_files(self, hashes: list[bytes]) -> None:
         assert self._files is not None, "files are deleted, and there are none"
         self._files.drop(hashes)

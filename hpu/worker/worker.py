@@ -38,9 +38,11 @@ from hpu.protocol import (
     DropFiles,
     FetchBlocks,
     GrammarMasks,
+    Handlers,
     LoadAdapter,
     StepPlan,
     StepResult,
+    ToWorker,
     WarmedBuckets,
     WarmupProgress,
     WorkerReady,
@@ -96,8 +98,15 @@ class Worker:
         self._counters = Counters()
         self._core_wait = CoreWait()
         self._in_flight: deque[AsyncStepOutput] = deque()
-        self.on_loaded: Callable[[], None] = lambda: None
-        """Called on another thread when `take_loaded` or `take_fetched` has a new result."""
+        self._handlers: Handlers = {
+            GrammarMasks: self.mask,
+            LoadAdapter: lambda message: self._lora.load(message),
+            DropAdapter: lambda message: self._lora.drop(message.content),
+            FetchBlocks: lambda message: self._offload.fetch(message),
+            DropFiles: lambda message: self._offload.drop_files(message.hashes),
+        }
+        self.on_message: Callable[[], None] = lambda: None
+        """Called on another thread when `take_messages` has a new message."""
 
     def start(self, on_progress: Progress) -> WorkerReady:
         """Load, build and warm up. Raises ConfigError if the checkpoint, the device and the
@@ -180,41 +189,19 @@ class Worker:
             raise error
         raise RuntimeError(f"{error}; {advice}") from error
 
-    def load_adapter(self, message: LoadAdapter) -> None:
-        """Start to read an adapter to host memory; `take_loaded` returns the result."""
-        self._lora.load(message)
+    def handle(self, message: ToWorker) -> None:
+        """Carry out a message other than a plan and a call."""
+        self._handlers[type(message)](message)
 
-    def drop_adapter(self, message: DropAdapter) -> None:
-        """Drop an adapter from host memory."""
-        self._lora.drop(message.content)
-
-    def take_loaded(self) -> list[AdapterLoaded]:
-        """Results of adapter reads finished or failed since the last call; does not wait."""
-        if self._loaded is None or self._loaded.lora is None:
-            return []
-        return self._loaded.lora.take_loaded()
-
-    def wait_loaded(self, timeout_s: float) -> None:
-        """Wait until an adapter is read, at most `timeout_s`."""
-        self._lora.wait_loaded(timeout_s)
-
-    def fetch_blocks(self, message: FetchBlocks) -> None:
-        """Start to read KV blocks from files to host memory; `take_fetched` returns the result."""
-        self._offload.fetch(message)
-
-    def drop_files(self, message: DropFiles) -> None:
-        """Delete the files of KV blocks."""
-        self._offload.drop_files(message.hashes)
-
-    def take_fetched(self) -> list[BlocksFetched]:
-        """Reads finished since the last call; does not wait."""
-        if self._components is None or self._components.offload is None:
-            return []
-        return self._components.offload.take_fetched()
-
-    def wait_fetched(self, timeout_s: float) -> None:
-        """Wait until blocks are read, at most `timeout_s`."""
-        self._offload.wait_fetched(timeout_s)
+    def take_messages(self) -> list[AdapterLoaded | BlocksFetched]:
+        """Adapters and blocks that were read since the last call, or could not be read; does not
+        wait."""
+        messages: list[AdapterLoaded | BlocksFetched] = []
+        if self._loaded is not None and self._loaded.lora is not None:
+            messages += self._loaded.lora.take_loaded()
+        if self._components is not None and self._components.offload is not None:
+            messages += self._components.offload.take_fetched()
+        return messages
 
     @property
     def _offload(self) -> BlockOffload:
@@ -411,7 +398,7 @@ class Worker:
         elif not stage.is_last:
             loaded = keep_for_last_stage(loaded)
         if loaded.lora is not None:
-            loaded.lora.on_loaded = lambda: self.on_loaded()
+            loaded.lora.on_loaded = lambda: self.on_message()
         if config.cache.calculate_kv_scales and loaded.pooler is None:
             calculate_kv_scales(loaded)
         return loaded
@@ -447,7 +434,7 @@ class Worker:
             cache.warm_moves()
         offload = None
         if components.offload is not None:
-            components.offload.on_fetched = lambda: self.on_loaded()
+            components.offload.on_fetched = lambda: self.on_message()
             offload = components.offload.start(pad_block=components.num_blocks)
         if profiled := profiled_buckets(config.execution, table.limits):
             profiler = self._make_profiler(backend)

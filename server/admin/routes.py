@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from config.errors import EngineDied, Overloaded
-from engine.client.base import RESTART_RETRY_S
+from engine.client.state import RETRY_AFTER_S
 from engine.transport.messages import ASLEEP, BACKGROUND_WARMUP
 from server.http.body import json_response
 from server.http.errors import Fault, fault_of
@@ -114,7 +114,7 @@ def _readiness(state: AppState) -> Response:
         return starting(state)
     if state.client.lost is not None:
         message = f"The engine is being restarted: {state.client.lost.message}."
-        headers = {"Retry-After": str(RESTART_RETRY_S)}
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
         return Fault(503, message, "server_error", headers=headers).response()
     try:
         state.check_awake()

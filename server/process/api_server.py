@@ -31,10 +31,11 @@ from config.model.model_config import DEFAULT_MAX_TOKENS
 from config.model.read_config import read_model_config
 from config.server import ServerConfig
 from config.version import VERSION
-from engine.client.base import EngineClient, Pause, SingleEngineClient
+from engine.client.base import EngineClient, SingleEngineClient
 from engine.client.launcher import ProcessEnd, mark_ready
 from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
+from engine.client.state import Pause
 from engine.client.zmq import ZmqClient
 from server.admin.routes import liveness, starting
 from server.app.application import create_app

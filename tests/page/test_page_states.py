@@ -9,7 +9,7 @@ from page_replies import LONG, MARKDOWN, THINKS, TOOL_CALL, TOOLS, WIDE
 from page_rig import PageServer, serving
 from playwright.sync_api import Browser, Page, expect
 
-from engine.client.base import Failure
+from engine.client.state import Failure
 
 pytestmark = pytest.mark.page
 

@@ -53,10 +53,10 @@ async def read(queue: Any) -> list[int]:
 async def uneven(llm: LLM) -> list[list[int]]:
     """Five requests to engine 0 and none to engine 1; then late ones there, and an abort."""
     first, second = llm._client.engines
-    early = [first.add(raw(prompt), GREEDY) for prompt in PROMPTS[:5]]
-    aborted = first.add(raw(PROMPTS[0]), LONG)
+    early = [first.add(request_of(raw(prompt), GREEDY)) for prompt in PROMPTS[:5]]
+    aborted = first.add(request_of(raw(PROMPTS[0]), LONG))
     await early[1].get()
-    late = [second.add(raw(prompt), GREEDY) for prompt in PROMPTS[5:]]
+    late = [second.add(request_of(raw(prompt), GREEDY)) for prompt in PROMPTS[5:]]
     first.abort([aborted.key])
     return [
         *(await asyncio.gather(*map(read, early[:1] + early[2:]))),

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fake_executor import FakeExecutor, worker_ready
 
@@ -18,6 +18,7 @@ from engine.core.engine_process import EngineOrders, ready_mark
 from engine.core.engine_process import run as run_engine
 from engine.executors import worker_main as child
 from engine.executors.base import Executor
+from engine.executors.inproc import InprocExecutor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.worker_launcher import LocalLauncher
 from engine.process.child_process import read_orders
@@ -26,11 +27,12 @@ from hpu.protocol import (
     SINGLE_RANK,
     SLEEP,
     WAKE_WEIGHTS,
-    GrammarMasks,
+    FromWorker,
     Ranks,
     RequestSampling,
     StepPlan,
     StepResult,
+    ToWorker,
     WarmedBuckets,
     WarmupProgress,
     WorkerReady,
@@ -64,6 +66,7 @@ class CountingWorker:
         self._executor.host[0] = [0] * ready.block_size
         self._calls: list[str] = []
         self._left = ready.num_deferred = int(self._manner("later"))
+        self.on_message: Callable[[], None] = lambda: None
 
     def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
         on_progress(WarmupProgress("load", 1, 2))
@@ -89,8 +92,11 @@ class CountingWorker:
             os.kill(os.getpid(), number)
         self._executor.submit(plan)
 
-    def mask(self, masks: GrammarMasks) -> None:
-        self._executor.submit_masks(masks)
+    def handle(self, message: ToWorker) -> None:
+        self._executor.send(message)
+
+    def take_messages(self) -> list[FromWorker]:
+        return []
 
     @property
     def lacks_masks(self) -> bool:
@@ -128,7 +134,8 @@ class CountingWorker:
         on_progress(WarmupProgress("warmup", 1, 2))
         if self._manner("no_memory"):
             raise RequestFailed(NO_MEMORY)
-        return self._executor.wake_up(on_progress)
+        self._executor._report = on_progress
+        return self._executor.wake_up()
 
     def close(self) -> None:
         self._executor.close()
@@ -142,28 +149,10 @@ def count(history: int, generated: int, sampling: RequestSampling) -> int:
     return generated
 
 
-class CountingExecutor:
-    """A CountingWorker in this process, as engine.executors.inline has a real one; that file would
-    load torch."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        worker = CountingWorker(config)
-        self.start, self.submit, self.collect = worker.start, worker.submit, worker.collect
-        self.submit_masks, self.call, self.close = worker.mask, worker.call, worker.close
-        self.wake_up = worker.wake_up
-        self.has_result = worker.has_result
-        self._prepare = worker.idle
-        self._warmed: list[WarmedBuckets] = []
-
-    def warm_up_next(self) -> bool:
-        warmed = self._prepare()
-        if warmed is not None:
-            self._warmed.append(warmed)
-        return warmed is not None and warmed.num_deferred > 0
-
-    def take_warmed(self) -> list[WarmedBuckets]:
-        warmed, self._warmed = self._warmed, []
-        return warmed
+def counting_executor(config: EngineConfig) -> InprocExecutor:
+    """A CountingWorker in this process."""
+    worker: Any = CountingWorker(config)
+    return InprocExecutor(worker)
 
 
 def make_counting_executor(
@@ -177,7 +166,7 @@ def make_counting_executor(
         return MultiprocExecutor(
             config, LocalLauncher(directory, counting_command("worker")), on_death
         )
-    return cast(Executor, CountingExecutor(config))
+    return counting_executor(config)
 
 
 def counting_command(process: str) -> list[str]:

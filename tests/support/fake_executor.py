@@ -5,12 +5,13 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.executors.base import Executor
+from engine.executors.base import Executor, Report
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     PREFILL,
@@ -19,6 +20,7 @@ from hpu.protocol import (
     BucketLimits,
     DropFiles,
     FetchBlocks,
+    FromWorker,
     GrammarMasks,
     ImagePlacement,
     Launch,
@@ -27,8 +29,10 @@ from hpu.protocol import (
     RequestSampling,
     StepPlan,
     StepResult,
+    ToWorker,
     WarmedBuckets,
     WarmupProgress,
+    WorkerCall,
     WorkerReady,
 )
 
@@ -93,6 +97,7 @@ class FakeExecutor(Executor):
         next plan."""
         self._asked = 0
         self.warmed: list[WarmedBuckets] = []
+        """To be received next."""
         self.counters: dict[str, float] = {}
         """What the results to come say of the worker."""
         self.collected_before: list[int] = []
@@ -116,7 +121,6 @@ class FakeExecutor(Executor):
         self.corrupt_every = 0
         """If not 0: every `corrupt_every`-th block that comes from the host has wrong contents."""
         self.num_loaded = 0
-        self.fetched: deque[BlocksFetched] = deque()
         self.fetch_delay = 0
         """Calls of `take_fetched` that return no answer before the answer is there."""
         self._fetches: deque[tuple[FetchBlocks, int]] = deque()
@@ -124,6 +128,14 @@ class FakeExecutor(Executor):
         self._late_by = 0
         self.embeddings: dict[bytes, int] = {}
         """Contents of the images in the encoder cache, and how many embeddings each has."""
+        self._report: Report = lambda progress: None
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            StepPlan: self.submit,
+            GrammarMasks: self.submit_masks,
+            FetchBlocks: self.fetch_blocks,
+            DropFiles: self.drop_files,
+            WorkerCall: lambda call: None,
+        }
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(StepPlan).decode
 
@@ -131,9 +143,20 @@ class FakeExecutor(Executor):
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        on_progress(WarmupProgress("warmup", 1, 1))
+    def start(self, report: Report) -> WorkerReady:
+        self._report = report
+        report(WarmupProgress("warmup", 1, 1))
         return self.ready
+
+    def send(self, message: ToWorker) -> None:
+        self.handlers[type(message)](message)
+
+    def receive(self, *, waits: bool = False) -> list[FromWorker]:
+        """A result if one is there, or waited for; else what was read from files meanwhile."""
+        if self._in_flight and (waits or self.has_result()):
+            return [self.collect()]
+        warmed, self.warmed = self.warmed, []
+        return [*warmed, *self.take_fetched()]
 
     def submit(self, plan: StepPlan) -> None:
         assert not self.sleeps, f"plan {plan.step} comes while it sleeps"
@@ -183,18 +206,10 @@ class FakeExecutor(Executor):
             self.sleeps = True
         return ""
 
-    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+    def wake_up(self) -> WorkerReady:
         assert self.sleeps, "it is awake"
         self.sleeps = False
-        return self.start(on_progress)
-
-    def warm_up_next(self) -> bool:
-        return False
-
-    def take_warmed(self) -> list[WarmedBuckets]:
-        """What `warmed` was given."""
-        warmed, self.warmed = self.warmed, []
-        return warmed
+        return self.start(self._report)
 
     def close(self) -> None:
         self._in_flight.clear()
@@ -290,9 +305,6 @@ class FakeExecutor(Executor):
             else:
                 self.host[slot] = self.files[name]
         return [answer]
-
-    def wait_fetched(self, timeout_s: float) -> None:
-        return
 
     def _encode_images(self, plan: StepPlan) -> None:
         for content in plan.freed_images:

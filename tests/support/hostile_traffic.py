@@ -48,7 +48,7 @@ def many_keys(http: httpx.Client, seed: int) -> list[int]:
     statuses = []
     for _ in range(rng.choice(NUM_KEYS)):
         key = "".join(rng.choice("ab é") for _ in range(rng.choice((1, 30, 8_000))))
-        headers = {"authorization": f"Bearer {key}".encode()}
+        headers = {b"authorization": f"Bearer {key}".encode()}
         statuses.append(http.get("/v1/models", headers=headers).status_code)
     return statuses
 

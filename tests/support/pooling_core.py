@@ -3,7 +3,7 @@ twice or too long for its bucket."""
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,17 +17,16 @@ from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
 from engine.core.build import build_core
 from engine.core.loop import make_table
-from engine.executors.base import Executor
+from engine.executors.base import Executor, Report
 from engine.transport.messages import AddRequest, Finish
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     PREFILL,
     BucketLimits,
-    GrammarMasks,
+    FromWorker,
     StepPlan,
     StepResult,
-    WarmedBuckets,
-    WarmupProgress,
+    ToWorker,
     WorkerReady,
 )
 
@@ -50,19 +49,21 @@ class PoolingExecutor(Executor):
         self.max_in_flight = 0
         self._in_flight: deque[bytes] = deque()
 
-    def start(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+    def start(self, report: Report) -> WorkerReady:
         return self.ready
 
-    def submit(self, plan: StepPlan) -> None:
+    def send(self, message: ToWorker) -> None:
+        assert isinstance(message, StepPlan), f"a pooling model gets {message}"
+        plan = message
         self.plans.append(plan)
         self._in_flight.append(msgspec.msgpack.encode(plan))
         self.max_in_flight = max(self.max_in_flight, len(self._in_flight))
 
-    def has_result(self) -> bool:
+    def receive(self, *, waits: bool = False) -> list[FromWorker]:
         """Never early, so that plans are made one step ahead."""
-        return False
+        return [self._collect()] if waits else []
 
-    def collect(self) -> StepResult:
+    def _collect(self) -> StepResult:
         plan = msgspec.msgpack.decode(self._in_flight.popleft(), type=StepPlan)
         result = StepResult(plan.step, [], seconds=[0.001] * len(plan.launches))
         read = [place for launch in plan.launches for place in launch.req_indices]
@@ -82,20 +83,11 @@ class PoolingExecutor(Executor):
                 result.vectors.append((found[0], memoryview(found[1])))
         return result
 
-    def submit_masks(self, masks: GrammarMasks) -> None:
-        raise AssertionError("a pooling model has no grammars")
-
     def call(self, name: str, level: int = 0) -> str:
         raise AssertionError(f"{name} was called")
 
-    def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
+    def wake_up(self) -> WorkerReady:
         raise AssertionError("it never slept")
-
-    def warm_up_next(self) -> bool:
-        return False
-
-    def take_warmed(self) -> list[WarmedBuckets]:
-        return []
 
     def close(self) -> None:
         self._in_flight.clear()

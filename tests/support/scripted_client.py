@@ -12,8 +12,8 @@ from config.errors import EngineDied, Overloaded
 from config.lora.info import LoRAInfo
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
-from engine.client.base import Failure
 from engine.client.output_queue import Update
+from engine.client.state import Failure
 from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import AddRequest, EngineStats, Finish, Progress, Ready
 from hpu.protocol import EncoderInput, ImagePlacement, Logprobs

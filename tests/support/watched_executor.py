@@ -4,7 +4,8 @@ import torch
 
 from config.engine import EngineConfig
 from engine.executors.inproc import InprocExecutor
-from hpu.protocol import StepPlan
+from hpu.protocol import StepPlan, ToWorker
+from hpu.worker.worker import Worker
 
 WATCHED = ("compilations", "captures", "fallbacks", "host_sync", "ungraphed")
 """What a card's journal counts, and no request may cause."""
@@ -14,17 +15,18 @@ class WatchedExecutor(InprocExecutor):
     """Keeps the plans; tells an emulated card when a step is made: waiting for it is a misuse."""
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
+        super().__init__(Worker(config))
         self.plans: list[StepPlan] = []
 
-    def submit(self, plan: StepPlan) -> None:
-        self.plans.append(plan)
+    def send(self, message: ToWorker) -> None:
+        if isinstance(message, StepPlan):
+            self.plans.append(message)
         card = getattr(getattr(torch, "hpu", None), "emulated", None)
         if card is None:
-            super().submit(plan)
+            super().send(message)
             return
         card.in_step = True
         try:
-            super().submit(plan)
+            super().send(message)
         finally:
             card.in_step = False

@@ -35,10 +35,10 @@ from server.openai.schema.json_schema import (
     TEXT,
     any_of,
     array,
+    ignored_entries,
     record,
     words,
 )
-from server.openai.schema.open_lists import ignored_entries
 from server.openai.schema.tools import FUNCTION
 
 WITH_LOGPROBS = "message.output_text.logprobs"

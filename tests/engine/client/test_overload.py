@@ -31,16 +31,18 @@ class QuietClient(SingleEngineClient):
         facts = dict.fromkeys(
             ("weight_bytes", "kv_bytes", "total_bytes", "num_buckets", "load_s", "warmup_s"), 0
         )
-        self.ready = Ready(
-            engine=engine,
-            num_blocks=100,
-            block_size=16,
-            max_model_len=4096,
-            vocab_size=100,
-            eos_token_ids=(),
-            device="cpu",
-            dtype="float32",
-            **facts,
+        self._receive(
+            Ready(
+                engine=engine,
+                num_blocks=100,
+                block_size=16,
+                max_model_len=4096,
+                vocab_size=100,
+                eos_token_ids=(),
+                device="cpu",
+                dtype="float32",
+                **facts,
+            )
         )
 
     def _send(self, message: ToEngine) -> bool:
@@ -136,7 +138,6 @@ def test_of_several_engines_the_fastest_counts_and_gets_the_request() -> None:
 
 def test_a_client_that_starts_without_an_engine_that_is_gone_uses_the_others() -> None:
     engines = [QuietClient(engine=0), QuietClient(engine=1)]
-    engines[1].ready = None
     engines[1].fail("it died before this API server was started")
 
     router = RouterClient(engines, prefix_caching=False)

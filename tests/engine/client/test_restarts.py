@@ -16,10 +16,11 @@ from live import workers_of
 
 from config.errors import EngineDied
 from config.log import LogConfig
-from engine.client.base import Pause, SingleEngineClient
+from engine.client.base import SingleEngineClient
 from engine.client.launcher import EngineProcesses
 from engine.client.output_queue import RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
+from engine.client.state import Pause
 from engine.client.zmq import ZmqClient
 from engine.core.engine_process import front_end_endpoint
 from engine.transport.channels import SocketDirectory

@@ -10,7 +10,7 @@ from scripted_client import ready as ready_message
 
 from benchmarks.router import RoundRobin, Traffic, simulate
 from config.errors import ConfigError, EngineDied, Overloaded, UserError
-from engine.client.base import CAUSE_GRACE_S, Failure, Pause, SingleEngineClient
+from engine.client.base import CAUSE_GRACE_S, SingleEngineClient
 from engine.client.queue_limits import QueueLimits
 from engine.client.router import (
     BUSY,
@@ -26,6 +26,7 @@ from engine.client.router import (
     choose,
     combined,
 )
+from engine.client.state import Failure, Pause
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.process.child_process import ProcessEnd
 from engine.transport.messages import (

@@ -16,41 +16,43 @@ from engine.core.build import build_core
 from engine.core.engine_core import EngineCore
 from engine.transport.messages import UNLOAD_ADAPTER, AddRequest
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.protocol import SLEEP, WAKE_UP, AdapterLoaded, DropAdapter, LoadAdapter
+from hpu.protocol import (
+    SLEEP,
+    WAKE_UP,
+    AdapterLoaded,
+    DropAdapter,
+    FromWorker,
+    LoadAdapter,
+    WorkerReady,
+)
 
 
 class AdapterExecutor(FakeExecutor):
-    """Workers that have read an adapter once `wait_loaded` is called."""
+    """Workers that have read an adapter when the engine waits for them."""
 
-    loads: deque[LoadAdapter]
-    loaded: list[AdapterLoaded]
-    dropped: list[DropAdapter]
-    error: str | None
+    def __init__(self, ready: WorkerReady) -> None:
+        super().__init__(ready, 32, hashed_token(50))
+        self.loads: deque[LoadAdapter] = deque()
+        self.error: str | None = None
+        self.is_idle = False
+        self.handlers[LoadAdapter] = self.loads.append
+        self.handlers[DropAdapter] = lambda message: None
 
-    def load_adapter(self, message: LoadAdapter) -> None:
-        self.loads.append(message)
-
-    def drop_adapter(self, message: DropAdapter) -> None:
-        self.dropped.append(message)
-
-    def take_loaded(self) -> list[AdapterLoaded]:
-        loaded, self.loaded = self.loaded, []
-        return loaded
-
-    def wait_loaded(self, timeout_s: float) -> None:
-        self.loaded.append(AdapterLoaded(self.loads.popleft().content, self.error))
+    def receive(self, *, waits: bool = False) -> list[FromWorker]:
+        if self.loads and (waits or self.is_idle):
+            return [AdapterLoaded(self.loads.popleft().content, self.error)]
+        return super().receive(waits=waits)
 
     def call(self, name: str, level: int = 0) -> str:
-        assert not self.loads and not self.loaded, "a call while adapters are read"
+        assert not self.loads, "a call while adapters are read"
         return super().call(name, level)
 
 
 @pytest.fixture
 def executor() -> Iterator[AdapterExecutor]:
-    made = AdapterExecutor(worker_ready(), 32, hashed_token(50))
-    made.loads, made.loaded, made.dropped, made.error = deque(), [], [], None
+    made = AdapterExecutor(worker_ready())
     yield made
-    assert not made.loads and not made.loaded
+    assert not made.loads
 
 
 def core_of(executor: AdapterExecutor) -> EngineCore:
@@ -66,8 +68,9 @@ def ask(core: EngineCore, key: int, name: str) -> None:
     core.add_request(AddRequest(key, raw([5, 6]), sampling, adapter=f"hash-{name}"), [])
 
 
-def finished(core: EngineCore) -> list[tuple[int, str]]:
+def finished(core: EngineCore, executor: AdapterExecutor) -> list[tuple[int, str]]:
     ends = []
+    executor.is_idle = True
     while core.has_work:
         for _, message in core.step():
             ends += [(finish.key, finish.reason) for finish in message.finished]
@@ -89,7 +92,7 @@ def test_a_sleep_waits_until_adapters_are_read(
     core.control(WAKE_UP, {})
     executor.error = None
     ask(core, 3, "b")
-    ends = finished(core)
+    ends = finished(core, executor)
 
     assert ends == [(1, "error"), (2, "error"), (3, "length")]
     assert executor.calls[0][0] == SLEEP

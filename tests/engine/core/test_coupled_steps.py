@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from counting_worker import CountingExecutor
+from counting_worker import counting_executor
 from engine_rig import asking, counting_config, prompt_of
 from live import free_port
 
@@ -40,6 +40,8 @@ from hpu.protocol import PREFILL, Bucket, StepPlan
 
 NUM_ENGINES = 2
 WAIT_S = 20.0
+STEP_S = 0.001
+"""Time of a plan on the device."""
 DECODE_BUCKET: Bucket = (1, 2, 1, 8)
 
 
@@ -139,15 +141,19 @@ class Engine:
         self.messages.append(message)
 
     def _run(self) -> None:
-        executor: Any = CountingExecutor(self._settings)
-        submit = executor.submit
+        executor: Any = counting_executor(self._settings)
+        send = executor.send
+        done_s = 0.0
 
         def watch(plan: StepPlan) -> None:
+            nonlocal done_s
             self.plans.append(plan)
-            submit(plan)
+            done_s = time.monotonic() + STEP_S
+            send(plan)
 
-        executor.submit = watch
-        group = HubClient(self._hub, self._token, self.loop.check_stop)
+        executor.send = watch
+        executor.has_result = lambda: time.monotonic() >= done_s
+        group = HubClient(self._hub, self._token, self.loop.stopped)
         try:
             group.join(self._number, self._settings)
             self.loop.run(executor, group=group)

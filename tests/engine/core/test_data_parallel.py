@@ -4,7 +4,7 @@ import dataclasses
 import time
 from typing import Any
 
-from counting_worker import CountingExecutor
+from counting_worker import counting_executor
 from engine_rig import asking, counting_config, prompt_of
 
 from config.data_parallel import DataParallelConfig
@@ -46,15 +46,15 @@ def test_engines_draw_different_seeds_for_requests_without_one() -> None:
 
 def first_seed(engine: int) -> int:
     config, plans = counting_config(), []
-    executor: Any = CountingExecutor(config)
+    executor: Any = counting_executor(config)
     worker = executor.start(lambda progress: None)
-    submit = executor.submit
+    send = executor.send
 
     def watch(plan: StepPlan) -> None:
         plans.append(plan)
-        submit(plan)
+        send(plan)
 
-    executor.submit = watch
+    executor.send = watch
     core = build_core(
         config, executor, worker, make_table(config, worker), time.monotonic, sync=StepSync(engine)
     )

@@ -121,10 +121,11 @@ def test_a_worker_process_tells_its_progress_while_it_wakes_up(
 ) -> None:
     told: list[WarmupProgress] = []
     executor = worker_process("", tmp_path_factory)
-    ready = executor.start(lambda progress: None)
+    ready = executor.start(told.append)
     executor.call(WORKER_SLEEP, 1)
+    told.clear()
 
-    again = executor.wake_up(told.append)
+    again = executor.wake_up()
 
     executor.close()
     assert again == ready
@@ -139,7 +140,7 @@ def test_a_worker_process_that_cannot_wake_up_says_why_and_lives(
     executor.call(WORKER_SLEEP, 1)
 
     with pytest.raises(RequestFailed, match=NO_MEMORY):
-        executor.wake_up(lambda progress: None)
+        executor.wake_up()
 
     answer = executor.call(WAKE_WEIGHTS)
     executor.close()

@@ -16,20 +16,26 @@ from live import ROOT, alive
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, UserError
 from engine.executors import multiproc
-from engine.executors.base import IDLE_S
+from engine.executors.base import Executor
 from engine.executors.inproc import InprocExecutor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.select import make_executor
 from engine.executors.worker_launcher import LocalLauncher
+from engine.transport.channels import Waiter
 from hpu.protocol import (
     DECODE,
     PREFILL,
+    WARM_UP_NEXT,
+    FromWorker,
     GrammarMasks,
     Launch,
     NewRequest,
     RequestSampling,
     StepPlan,
+    StepResult,
+    WarmedBuckets,
     WarmupProgress,
+    WorkerCall,
 )
 
 
@@ -42,6 +48,12 @@ def executor_of(
         (deaths if deaths is not None else []).append,
         **group,
     )
+
+
+def next_result(executor: Executor) -> StepResult:
+    (result,) = executor.receive(waits=True)
+    assert isinstance(result, StepResult)
+    return result
 
 
 def plan_of(step: int) -> StepPlan:
@@ -57,9 +69,9 @@ def test_plans_that_are_in_flight_together_come_back_in_order(
     progress: list[WarmupProgress] = []
     executor.start(progress.append)
 
-    executor.submit(plan_of(0))
-    executor.submit(plan_of(1))
-    results = [executor.collect(), executor.collect()]
+    executor.send(plan_of(0))
+    executor.send(plan_of(1))
+    results = [next_result(executor), next_result(executor)]
     pid = executor.pids[0]
     executor.close()
     executor.close()
@@ -69,25 +81,44 @@ def test_plans_that_are_in_flight_together_come_back_in_order(
     assert not alive(pid)
 
 
-def test_an_idle_worker_prepares_what_was_left_and_tells_it_between_results(
+def test_a_worker_prepares_a_bucket_for_each_call_and_plans_may_follow_at_once(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    executor = executor_of("later=3", tmp_path_factory.mktemp("s"))
+    executor = executor_of("later=2", tmp_path_factory.mktemp("s"))
     ready = executor.start(lambda progress: None)
-    executor.submit(plan_of(0))
-    executor.collect()
+    received: list[FromWorker] = []
 
-    warmed: list[int] = []
-    deadline = time.monotonic() + 10
-    while len(warmed) < 3 and time.monotonic() < deadline:
-        warmed += [item.num_deferred for item in executor.take_warmed()]
-        time.sleep(0.01)
-    executor.submit(plan_of(1))
-    result = executor.collect()
+    for step in range(3):
+        executor.send(WorkerCall(WARM_UP_NEXT))
+        executor.send(plan_of(step))
+        while len(received) < 2 * (step + 1):
+            received += executor.receive(waits=True)
     executor.close()
 
-    assert (ready.num_deferred, warmed, result.step) == (3, [2, 1, 0], 1)
-    assert not executor.warm_up_next()
+    warmed = [item.num_deferred for item in received if isinstance(item, WarmedBuckets)]
+    results = [item.step for item in received if isinstance(item, StepResult)]
+    # The last call finds no bucket.
+    assert (ready.num_deferred, warmed, results) == (2, [1, 0, 0], [0, 1, 2])
+
+
+def test_what_is_received_during_a_call_is_not_lost_to_a_waiter(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    executor = executor_of("", tmp_path_factory.mktemp("s"))
+    executor.start(lambda progress: None)
+    executor.send(WorkerCall(WARM_UP_NEXT))
+
+    # The answer comes behind the message about the bucket.
+    executor.call("start_profile")
+    is_ready = bool(Waiter(*executor.pollables).wait(0.0))
+    received = executor.receive()
+    executor.send(plan_of(0))
+    is_announced = bool(Waiter(*executor.pollables).wait(10))
+    (result,) = executor.receive()
+    executor.close()
+
+    assert (is_ready, received) == (False, [WarmedBuckets([], 0)])
+    assert is_announced and isinstance(result, StepResult)
 
 
 def test_ranks_that_wait_for_each_other_are_named_with_their_buckets(
@@ -111,12 +142,12 @@ def test_a_worker_killed_while_collect_waits_is_noticed_at_once(
     deaths: list[EngineDied] = []
     executor = executor_of("step_s=30", tmp_path_factory.mktemp("s"), deaths)
     executor.start(lambda progress: None)
-    executor.submit(plan_of(0))
+    executor.send(plan_of(0))
     threading.Timer(0.2, os.kill, (executor.pids[0], signal.SIGKILL)).start()
     began = time.monotonic()
 
     with pytest.raises(EngineDied, match=r"worker 0 \(process \d+\) was killed by SIGKILL"):
-        executor.collect()
+        executor.receive(waits=True)
 
     assert time.monotonic() - began < 1.2
     executor.close()
@@ -217,13 +248,13 @@ def test_a_call_is_answered_between_plans_whose_results_still_come_in_order(
 ) -> None:
     executor = executor_of("step_s=0.05", tmp_path_factory.mktemp("s"))
     executor.start(lambda progress: None)
-    executor.submit(plan_of(0))
-    executor.submit(plan_of(1))
+    executor.send(plan_of(0))
+    executor.send(plan_of(1))
 
     answer = executor.call("start_profile")
     with pytest.raises(UserError, match="was called before") as refused:
         executor.call("start_profile")
-    steps = [executor.collect().step, executor.collect().step]
+    steps = [next_result(executor).step, next_result(executor).step]
     executor.close()
 
     assert answer == "start_profile after 2 plans"
@@ -247,21 +278,20 @@ def test_a_worker_that_waits_for_masks_hands_up_what_is_done_and_answers_calls_m
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     first, second, masks = masked_plans()
-    executor = executor_of("later=1", tmp_path_factory.mktemp("s"))
+    executor = executor_of("", tmp_path_factory.mktemp("s"))
     executor.start(lambda progress: None)
 
-    executor.submit(first)
-    executor.submit(second)
-    tokens = executor.collect().tokens
+    executor.send(first)
+    executor.send(second)
+    tokens = next_result(executor).tokens
     answer = executor.call("start_profile")
-    time.sleep(2 * IDLE_S)
-    is_early, warmed = executor.has_result(), executor.take_warmed()
-    executor.submit_masks(masks)
-    tokens += executor.collect().tokens
+    early = executor.receive()
+    executor.send(masks)
+    tokens += next_result(executor).tokens
     executor.close()
 
     assert answer == "start_profile after 2 plans"
-    assert (is_early, warmed) == (False, [])
+    assert early == []
     assert tokens == [4, 3]
 
 
@@ -272,9 +302,9 @@ def test_a_worker_that_waits_for_masks_leaves_when_it_is_told_to(
     deaths: list[EngineDied] = []
     executor = executor_of("", tmp_path_factory.mktemp("s"), deaths)
     executor.start(lambda progress: None)
-    executor.submit(first)
-    executor.submit(second)
-    executor.collect()
+    executor.send(first)
+    executor.send(second)
+    next_result(executor)
     began = time.monotonic()
 
     executor.close()
@@ -294,24 +324,26 @@ def test_a_group_of_workers_runs_every_plan_and_one_of_them_sends_the_results(
     executor.start(progress.append)
 
     for step in range(3):
-        executor.submit(plan_of(step))
-    results = [executor.collect() for _ in range(3)]
+        executor.send(plan_of(step))
+    results = [next_result(executor) for _ in range(3)]
     answer = executor.call("start_profile")
     with pytest.raises(UserError, match="start_profile was called before"):
         executor.call("start_profile")
-    time.sleep(2 * IDLE_S)
-    untold = executor.take_warmed()
-    has_more = [executor.warm_up_next() for _ in range(2)]
-    warmed = executor.take_warmed()
+    untold = executor.receive()
+    for _ in range(2):
+        executor.send(WorkerCall(WARM_UP_NEXT))
+    warmed: list[FromWorker] = []
+    while len(warmed) < 2:
+        warmed += executor.receive(waits=True)
     pids = executor.pids
     executor.close()
 
     assert [result.step for result in results] == [0, 1, 2]
     # An answer behind the results of all plans comes from a worker that ran them.
     assert answer == "start_profile after 3 plans"
-    # They do not warm up by themselves: all must run the same launches in the same order.
-    assert (untold, has_more) == ([], [True, False])
-    assert [entry.num_deferred for entry in warmed] == [1, 0]
+    assert untold == []
+    # A message for each bucket that all of them have prepared.
+    assert warmed == [WarmedBuckets([], 1), WarmedBuckets([], 0)]
     assert len(progress) == 2 and len(set(pids)) == 2
     assert not any(alive(pid) for pid in pids)
 
@@ -323,12 +355,12 @@ def test_the_first_death_in_a_group_is_noticed_at_once_and_reported_once(
     deaths: list[EngineDied] = []
     executor = executor_of("step_s=60", tmp_path_factory.mktemp("s"), deaths, num_workers=2)
     executor.start(lambda progress: None)
-    executor.submit(plan_of(0))
+    executor.send(plan_of(0))
     threading.Timer(0.2, os.kill, (executor.pids[rank], signal.SIGKILL)).start()
 
     start = time.monotonic()
     with pytest.raises(EngineDied, match=f"worker {rank} .* was killed by SIGKILL"):
-        executor.collect()
+        executor.receive(waits=True)
     waited_s = time.monotonic() - start
     executor.close()
 
@@ -339,12 +371,12 @@ def test_the_first_death_in_a_group_is_noticed_at_once_and_reported_once(
 def test_a_follower_that_fails_is_quoted(tmp_path_factory: pytest.TempPathFactory) -> None:
     executor = executor_of("crash_at=1", tmp_path_factory.mktemp("s"), num_workers=2, output_rank=1)
     executor.start(lambda progress: None)
-    executor.submit(plan_of(0))
-    assert executor.collect().step == 0
+    executor.send(plan_of(0))
+    assert next_result(executor).step == 0
 
-    executor.submit(plan_of(1))
+    executor.send(plan_of(1))
     with pytest.raises(EngineDied, match=r"worker [01]: ValueError: step 1 is one too many"):
-        executor.collect()
+        executor.receive(waits=True)
     executor.close()
 
 
@@ -360,8 +392,8 @@ def test_a_block_that_any_rank_finds_wrong_is_wrong(
         plan = plan_of(step)
         if step % 2:
             plan.loaded_slots, plan.loaded_blocks = [0], [5]
-        executor.submit(plan)
-        corrupt.append(executor.collect().corrupt_loads)
+        executor.send(plan)
+        corrupt.append(next_result(executor).corrupt_loads)
     executor.close()
 
     assert corrupt == [[], [0], [], [0]]

@@ -39,6 +39,9 @@ class HeldDevice:
         self.launched.append(plan.step)
         self._running.append(plan.step)
 
+    def take_messages(self) -> list[FromWorker]:
+        return []
+
     def has_result(self) -> bool:
         is_done = self._done.acquire(blocking=False)
         if is_done:

@@ -21,7 +21,14 @@ from engine.scheduling.scheduler import Scheduler
 from engine.stats import StepStats
 from engine.transport.messages import AddRequest
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.protocol import NO_SLOT, AdapterLoaded, BucketLimits, StepPlan
+from hpu.protocol import (
+    NO_SLOT,
+    AdapterLoaded,
+    BucketLimits,
+    DropAdapter,
+    LoadAdapter,
+    StepPlan,
+)
 
 LIMITS = ModelLimits(64, 100, frozenset())
 
@@ -51,9 +58,16 @@ def assigned(slots: LoRASlots) -> dict[int, str]:
     return dict(zip(plan.lora_slots, plan.lora_adapters, strict=True))
 
 
+def orders(slots: LoRASlots) -> list[tuple[type, str]]:
+    """What the workers are told to load and to drop."""
+    messages = slots.take_messages()
+    assert all(isinstance(message, LoadAdapter | DropAdapter) for message in messages)
+    return [(type(message), message.content) for message in messages]  # type: ignore[union-attr]
+
+
 def load_all(slots: LoRASlots) -> list[str]:
     """Answer every pending load."""
-    loads = [load.content for load in slots.take_loads()]
+    loads = [content for kind, content in orders(slots) if kind is LoadAdapter]
     for content in loads:
         slots.on_loaded(AdapterLoaded(content))
     return loads
@@ -103,14 +117,13 @@ def test_an_adapter_that_is_used_is_not_dropped_from_host_memory() -> None:
     slots.start(asked)
     slots.add_request(two)
 
-    early = slots.take_loads()
+    early = orders(slots)
     slots.release(asked)
     slots.finish_request(asked)
-    late = [load.content for load in slots.take_loads()]
+    late = orders(slots)
 
     assert early == []
-    assert late == ["hash-b"]
-    assert [drop.content for drop in slots.take_drops()] == ["hash-a"]
+    assert late == [(DropAdapter, "hash-a"), (LoadAdapter, "hash-b")]
     assert slots.num_evictions == 1
 
 
@@ -147,12 +160,12 @@ def test_an_unloaded_adapter_stays_until_its_last_request_ends() -> None:
 
     num_left = slots.unregister("a")
     served = slots.serves("hash-a")
-    drops = slots.take_drops()
+    drops = orders(slots)
     slots.release(asked)
     slots.finish_request(asked)
 
     assert (num_left, served, drops) == (1, False, [])
-    assert [drop.content for drop in slots.take_drops()] == ["hash-a"]
+    assert orders(slots) == [(DropAdapter, "hash-a")]
     assert slots.infos == []
     # A beam goes on with it.
     assert slots.serves("hash-a", is_continuation=True)
@@ -160,7 +173,7 @@ def test_an_unloaded_adapter_stays_until_its_last_request_ends() -> None:
 
 def load_answers(slots: LoRASlots, error: str | None = None) -> list[bool]:
     """What `on_loaded` says of all loads, which all end with `error`."""
-    answers = [slots.on_loaded(AdapterLoaded(load.content, error)) for load in slots.take_loads()]
+    answers = [slots.on_loaded(AdapterLoaded(content, error)) for _, content in orders(slots)]
     slots.check(set())
     return answers
 
@@ -179,7 +192,7 @@ def test_an_adapter_without_name_and_requests_is_forgotten_when_its_load_ends(
 
     assert answers == [error is None]
     assert slots._entries == {}
-    assert [drop.content for drop in slots.take_drops()] == ["hash-a"]
+    assert orders(slots) == [(DropAdapter, "hash-a")]
 
 
 def test_asking_whether_an_unloaded_adapter_is_served_keeps_nothing() -> None:
@@ -227,11 +240,11 @@ def test_a_failed_load_is_tried_again_by_the_next_request() -> None:
     slots = make()
     asked = request(1, "a")
     slots.add_request(asked)
-    (load,) = slots.take_loads()
+    assert orders(slots) == [(LoadAdapter, "hash-a")]
 
-    is_loaded = slots.on_loaded(AdapterLoaded(load.content, "no such file"))
+    is_loaded = slots.on_loaded(AdapterLoaded("hash-a", "no such file"))
     # The ranks that have read it drop it.
-    assert [drop.content for drop in slots.take_drops()] == ["hash-a"]
+    assert orders(slots) == [(DropAdapter, "hash-a")]
     slots.finish_request(asked)
     slots.add_request(request(2, "a"))
 
@@ -250,6 +263,7 @@ def test_random_requests_all_end(seed: int) -> None:
     waiting: list[Request] = []
     running: list[Request] = []
     in_slot: dict[int, str] = {}
+    loads: list[str] = []
     left, ended, key = 60, 0, 0
 
     def end(requests: list[Request]) -> int:
@@ -282,13 +296,14 @@ def test_random_requests_all_end(seed: int) -> None:
                 slots.unregister(name)
             else:
                 slots.register(LoRAInfo(name, f"/{name}", f"hash-{name}", 4, 100))
+        loads += [content for kind, content in orders(slots) if kind is LoadAdapter]
         if rng.random() < 0.5:
-            for load in slots.take_loads():
+            answered, loads = loads, []
+            for content in answered:
                 error = "no such file" if rng.random() < 0.1 else None
-                if not slots.on_loaded(AdapterLoaded(load.content, error)):
+                if not slots.on_loaded(AdapterLoaded(content, error)):
                     both = [*waiting, *running]
-                    ended += end([asked for asked in both if asked.adapter == load.content])
-        slots.take_drops()
+                    ended += end([asked for asked in both if asked.adapter == content])
         ended += end([asked for asked in waiting if rng.random() < 0.02])
         while len(running) < 5 and (found := queue.peek()) is not None:
             queue.remove(found)

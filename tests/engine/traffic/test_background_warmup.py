@@ -16,6 +16,7 @@ from engine.core.build import build_core
 from engine.core.loop import make_table
 from engine.executors.inproc import InprocExecutor
 from engine.transport.messages import AddRequest
+from hpu.worker.worker import Worker
 
 WATCHED = ("compilations", "captures", "fallbacks", "ungraphed")
 TABLE = BucketConfig(
@@ -43,7 +44,7 @@ def test_requests_between_the_buckets_of_a_background_warm_up_compile_nothing(
         warmup=WarmupConfig(mode="background"),
         emulator=EmulatorSettings(is_strict=True),
     )
-    executor = InprocExecutor(config)
+    executor = InprocExecutor(Worker(config))
     ready = executor.start(lambda progress: None)
     core = build_core(config, executor, ready, make_table(config, ready), time.monotonic)
     counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]  # the emulator's
@@ -66,6 +67,7 @@ def test_requests_between_the_buckets_of_a_background_warm_up_compile_nothing(
             ledger.take(core.step())
         assert [counts[name] for name in WATCHED] == before
         core.warm_up_next()
+        core.step()
         graphs.append(counts["captures"])
 
     executor.close()

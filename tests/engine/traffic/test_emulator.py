@@ -23,7 +23,8 @@ from engine.executors.inproc import InprocExecutor
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.grammar import Grammar, Vocabulary
 from engine.transport.messages import AddRequest
-from hpu.protocol import GrammarMasks, StepPlan
+from hpu.protocol import GrammarMasks, ToWorker
+from hpu.worker.worker import Worker
 
 MOST_STEPS_PER_REQUEST = 40
 
@@ -33,19 +34,15 @@ class WatchedExecutor(InprocExecutor):
     Mostly a result is not there before the next plan, as on a card that takes its time."""
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
+        super().__init__(Worker(config))
         self.num_late = 0
         """Launches whose masks came behind their plan."""
         self._luck = random.Random(3)
 
-    def submit(self, plan: StepPlan) -> None:
+    def send(self, message: ToWorker) -> None:
+        self.num_late += isinstance(message, GrammarMasks)
         with _in_step():
-            super().submit(plan)
-
-    def submit_masks(self, masks: GrammarMasks) -> None:
-        self.num_late += 1
-        with _in_step():
-            super().submit_masks(masks)
+            super().send(message)
 
     def has_result(self) -> bool:
         return self._luck.random() < 0.2 and super().has_result()

@@ -19,7 +19,8 @@ from engine.executors.inproc import InprocExecutor
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.grammar import Grammar, Vocabulary
 from engine.transport.messages import AddRequest
-from hpu.protocol import GrammarMasks
+from hpu.protocol import GrammarMasks, ToWorker
+from hpu.worker.worker import Worker
 
 REQUESTS = 40
 FORMS = [
@@ -33,15 +34,15 @@ class SlowCard(InprocExecutor):
     """A CPU that passes for a card: a result is not there before the next plan is made."""
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
+        super().__init__(Worker(config))
         self.num_masks = 0
 
     def has_result(self) -> bool:
         return False
 
-    def submit_masks(self, masks: GrammarMasks) -> None:
-        self.num_masks += 1
-        super().submit_masks(masks)
+    def send(self, message: ToWorker) -> None:
+        self.num_masks += isinstance(message, GrammarMasks)
+        super().send(message)
 
 
 @pytest.fixture(scope="module")

@@ -153,6 +153,7 @@ def test_a_bucket_that_becomes_ready_later_is_used_from_then_on() -> None:
     ]
 
     rig.core.warm_up_next()
+    rig.step()
     rig.add(2, [5, 6, 8], max_tokens=2, ignore_eos=True)
     rig.run()
 

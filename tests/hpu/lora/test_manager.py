@@ -1,6 +1,7 @@
 """LoRAManager: reads of adapters to host memory."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,23 @@ from config.lora.base_modules import BaseModules
 from config.model.read_config import read_model_config
 from config.params.lora import LoRAConfig
 from hpu.protocol import AdapterLoaded, DropAdapter, LoadAdapter
+from hpu.worker.worker import Worker
 
 
 def load_message(folder: Path, base: Path) -> LoadAdapter:
     modules = BaseModules(read_model_config(str(base)))
     loaded = load_adapter(AdapterFolder(str(folder)), modules, 16, ())
     return LoadAdapter(loaded.content, str(folder), "", "one")
+
+
+def next_messages(worker: Worker, count: int) -> list[Any]:
+    """Polled: `on_message` is for a waiting thread."""
+    messages: list[Any] = []
+    deadline = time.monotonic() + 60
+    while len(messages) < count and time.monotonic() < deadline:
+        time.sleep(0.001)
+        messages += worker.take_messages()
+    return messages
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -43,23 +55,19 @@ def test_an_adapter_that_is_being_read_is_reported_when_it_is_read(
     rig = WorkerRig(base, lora=LoRAConfig(enable_lora=True, max_loras=1))
     worker = rig.worker
     try:
-        worker.load_adapter(message)
-        worker.load_adapter(message)
-        early = worker.take_loaded()
+        worker.handle(message)
+        worker.handle(message)
+        early = worker.take_messages()
         may_read.set()
-        late: list[AdapterLoaded] = []
-        while len(late) < 2:
-            worker.wait_loaded(1.0)
-            late += worker.take_loaded()
+        late = next_messages(worker, 2)
 
         error = "one cannot be read" if fails else None
         assert early == []
         assert late == [AdapterLoaded(message.content, error)] * 2
         manager = worker._lora
         assert list(manager._host) == ([] if fails else [message.content])
-        worker.load_adapter(message)
-        worker.wait_loaded(60)
-        assert worker.take_loaded() == late[:1]
+        worker.handle(message)
+        assert next_messages(worker, 1) == late[:1]
         # The memory of adapters is free while the worker sleeps.
         worker.sleep(1)
         assert not manager._host
@@ -87,14 +95,11 @@ def test_a_read_that_fails_forgets_no_later_read(
     monkeypatch.setattr(hpu.lora.manager, "load_adapter", read)
     worker = WorkerRig(base, lora=LoRAConfig(enable_lora=True, max_loras=1)).worker
     try:
-        worker.load_adapter(message)
-        worker.drop_adapter(DropAdapter(message.content))
-        worker.load_adapter(message)
+        worker.handle(message)
+        worker.handle(DropAdapter(message.content))
+        worker.handle(message)
         may_read.set()
-        loaded: list[AdapterLoaded] = []
-        while len(loaded) < 2:
-            worker.wait_loaded(1.0)
-            loaded += worker.take_loaded()
+        loaded = next_messages(worker, 2)
 
         assert [answer.error for answer in loaded] == ["one cannot be read", None]
         assert list(worker._lora._host) == [message.content]

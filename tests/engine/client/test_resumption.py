@@ -7,10 +7,10 @@ import pytest
 from config.params.sampling import SamplingParams
 from engine.client.output_queue import OutputRouter, RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
-from engine.client.resumer import Resumer
-from engine.client.suspects import (
+from engine.client.resumption import (
     MAX_DEATHS,
     MAX_EXTERNAL_DEATHS,
+    Resumer,
     find_poison_request,
     resume_order,
 )
