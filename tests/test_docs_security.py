@@ -27,6 +27,7 @@ from server.http import protocol as http_protocol
 from server.multimodal import decode, fetch, file_checks, image_processor, processor, video
 from server.openai.responses import chat_request as responses
 from server.openai.responses import store as stored
+from server.openai.schema.chat import MAX_ECHO_CHARACTERS
 from server.parsers.tool import argument_types, structural_tag
 from server.pooling import scores
 from server.process import open_files, supervisor
@@ -105,6 +106,7 @@ def isolation(limits: compilation.Limits) -> str:
         f"{argument_types.MAX_SCHEMA_DEPTH} on a path, {argument_types.MAX_REQUEST_NODES:,} "
         "subschemas for a request",
         f"a cross-encoder, times the texts | {scores.MAX_REPEATED_CHARACTERS:,} characters |",
+        f"| echoed message of a chat, times `n` | {MAX_ECHO_CHARACTERS:,} characters |",
         f"| pattern | {grammar_bounds.MAX_PATTERN_SIZE:,} characters with repetitions expanded, "
         f"{grammar_bounds.MAX_PATTERN_OPTIONS:,} of them optional",
         f"| grammar | {grammar_bounds.MAX_RULES:,} rules, {grammar_bounds.MAX_RULE_DEPTH} on a "

@@ -11,7 +11,7 @@ from server.anthropic.chat_request import to_chat_body
 from server.anthropic.errors import ROUTES
 from server.anthropic.output import MessageEvents, full_message
 from server.anthropic.schema import CountBody, MessagesBody
-from server.http.body import MANY_BYTES, ReceivedBody, json_response, parse
+from server.http.body import MANY_BYTES, ReceivedBody, built_response, json_response, parse
 from server.http.openapi import MESSAGES_ANSWERS, MESSAGES_GENERATES, takes
 from server.openai.chat_request import count_prompt_tokens, start_chat
 from server.openai.schema.chat import ChatBody
@@ -34,7 +34,8 @@ def messages_routes(state: AppState) -> APIRouter:
         if job.body.stream:
             return stream_response(job, MessageEvents(job, shows_reasoning=shows))
         (choice,) = await collect_choices(job, request)
-        return json_response(full_message(job, choice, shows_reasoning=shows))
+        build = partial(full_message, job, choice, shows_reasoning=shows)
+        return await built_response(build, job.num_answer_values)
 
     @router.post(
         f"{ROUTES}/count_tokens",

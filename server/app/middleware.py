@@ -162,7 +162,10 @@ class FastRouter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        await self._pacer.wait(current_client.get() or "")
+        client = current_client.get() or ""
+        # A probe of a client, or of a proxy in front, does not wait for a flood from there.
+        queue = f"{client} probes" if scope["path"] in PROBES else client
+        await self._pacer.wait(queue)
         route = self._routes.get((scope["method"], scope["path"]))
         if route is None:
             await self._app(scope, receive, send)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -10,6 +10,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from config.errors import Overloaded, UserError, value_text
 from config.fair_threads import FairThreads
@@ -18,9 +19,10 @@ from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
 from server.http.held_bodies import HeldBodies, HeldBody, decoded_bytes
 from server.http.json_decoder import PIECE_BYTES, decode_json
-from server.http.json_encoder import encode_json
+from server.http.json_encoder import PIECE_WEIGHT, json_pieces, slices_of, weighs_more
 
 B = TypeVar("B", bound="Body")
+Fields = dict[str, Any]
 
 
 class Body(Protocol):
@@ -53,6 +55,8 @@ INLINE_VALUES = 2_000
 """Maximum values of a response that is built on the event loop: some milliseconds."""
 MANY_BYTES = 100_000
 """Maximum size of a body that is validated on the event loop: some milliseconds."""
+SENT_BYTES = 2**16
+"""Minimum size of a piece that is sent. TLS encrypts a piece in a tenth of a millisecond."""
 
 
 @dataclass(slots=True)
@@ -180,18 +184,73 @@ def validate_fields(kind: type[B], fields: dict[str, Any]) -> B:
         raise UserError("the body is nested too deeply") from None
 
 
-def json_response(body: dict[str, Any]) -> Response:
-    """A 200 response with a JSON body."""
+def json_response(body: Fields) -> Response:
+    """A 200 response with a JSON body of bounded size; for others see `built_response`."""
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-async def built_response(build: Callable[[], dict[str, Any]], num_values: int) -> Response:
-    """A 200 response with the JSON of the result of `build`, which has about `num_values` values.
-    More than INLINE_VALUES are built and encoded on a thread. Raises the errors of `build`."""
-    if num_values <= INLINE_VALUES:
-        return json_response(build())
-    data = await asyncio.to_thread(lambda: encode_json(build()))
-    return Response(data, media_type="application/json")
+async def built_response(build: Callable[[], Fields], num_values: int) -> Response:
+    """A 200 response with the JSON of the result of `build`, which takes as long as `num_values`
+    values. More than INLINE_VALUES are built on a thread. A long result is encoded on a thread and
+    sent in pieces. Raises the errors of `build`."""
+    if num_values > INLINE_VALUES:
+        return await asyncio.to_thread(lambda: _response(build()))
+    return await long_json_response(build())
+
+
+async def long_json_response(body: Fields) -> Response:
+    """A 200 response with a JSON body of any size. A long body is encoded on a thread and sent in
+    pieces."""
+    if weighs_more(body, PIECE_WEIGHT):
+        return await asyncio.to_thread(_response, body)
+    return json_response(body)
+
+
+def _response(body: Fields) -> Response:
+    return (
+        LongResponse(json_pieces(body)) if weighs_more(body, PIECE_WEIGHT) else json_response(body)
+    )
+
+
+class LongResponse(Response):
+    """A 200 response with a JSON body. Sends the next piece when the client has read most of the
+    pieces before, and turns to other tasks between two pieces."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces = list(_joined(pieces, SENT_BYTES))
+        num_bytes = sum(map(len, self._pieces))
+        super().__init__(media_type="application/json", headers={"content-length": str(num_bytes)})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
+        # Each piece is freed once it is sent.
+        pieces, self._pieces = self._pieces[::-1], []
+        while pieces:
+            await send({"type": "http.response.body", "body": pieces.pop(), "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def encoded_response(data: bytes) -> Response:
+    """A 200 response with `data`, which is JSON."""
+    if len(data) <= SENT_BYTES:
+        return Response(data, media_type="application/json")
+    return LongResponse(slices_of(data, SENT_BYTES))
+
+
+def _joined(pieces: Iterable[bytes], num_bytes: int) -> Iterator[bytes]:
+    """`pieces` joined to pieces of at least `num_bytes`, except the last."""
+    small: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        small.append(piece)
+        size += len(piece)
+        if size >= num_bytes:
+            yield b"".join(small)
+            small, size = [], 0
+    if small:
+        yield b"".join(small)
 
 
 def _decode_chunks(chunks: list[bytes]) -> Any:

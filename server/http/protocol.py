@@ -226,7 +226,8 @@ class HttpProtocol(HttpToolsProtocol):
         read_state = self._read_state
         if read_state is _ReadState.IDLE:
             # Empty lines before a request stop uvicorn's idle timer.
-            if self._num_started == num_started_before and self.deadline_s == math.inf:
+            is_empty = state_before is _ReadState.IDLE and self._num_started == num_started_before
+            if is_empty and self.deadline_s == math.inf:
                 self.deadline_s = self.loop.time() + self._limits.request_header_timeout_s
             return
         num_started = self._num_started - num_started_before
@@ -350,11 +351,23 @@ class HttpProtocol(HttpToolsProtocol):
         if self._read_state is _ReadState.DROPPED and not self._has_pending_response():
             self.transport.abort()
 
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the connection after an idle time. A client that still reads the last response is
+        not idle."""
+        if self._has_unsent():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        else:
+            super().timeout_keep_alive_handler()
+
     def expire(self) -> None:
         """Handle the end of the time until `deadline_s`: close or reject the connection, or set a
         new deadline."""
         if self._is_half_closed:
             self._probe()
+        elif self._is_over() and self._has_unsent():
+            self.deadline_s = self.loop.time() + LINGER_S
         elif self.transport.is_closing() or self._read_state is _ReadState.DROPPED:
             self.transport.abort()
         elif self._read_state is _ReadState.BODY:
@@ -375,9 +388,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def expire_response(self) -> None:
         """Handle the end of the time until `read_deadline_s`: close the connection unless the
-        client has read MIN_READ_BYTES since."""
+        client has read MIN_READ_BYTES since, or all."""
         num_unread = num_unread_bytes(self.transport)
-        if self.transport.is_closing() or self._num_unread_bytes - num_unread < MIN_READ_BYTES:
+        if not self.transport.get_write_buffer_size():
+            self.read_deadline_s = math.inf
+        elif self._num_unread_bytes - num_unread < MIN_READ_BYTES:
             self.transport.abort()
             self.read_deadline_s = math.inf
         else:
@@ -404,6 +419,21 @@ class HttpProtocol(HttpToolsProtocol):
                 f"{MIN_BODY_BYTES_PER_S} a second.",
             )
         )
+
+    def _is_over(self) -> bool:
+        """Whether the connection is only open for the client to read."""
+        return self.transport.is_closing() or (
+            self._read_state in (_ReadState.IDLE, _ReadState.DROPPED)
+            and not self._has_pending_response()
+        )
+
+    def _has_unsent(self) -> bool:
+        """Whether a part of a response waits to be sent. Then `expire_response` limits the time."""
+        if not self.transport.get_write_buffer_size():
+            return False
+        if self.read_deadline_s == math.inf:
+            self._set_read_deadline()
+        return True
 
     def _has_pending_response(self) -> bool:
         return self._responding is not None and not self._responding.response_complete

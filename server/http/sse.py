@@ -10,9 +10,10 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
 from server.http.access_log import record_of
+from server.http.body import SENT_BYTES
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import ClientGone
-from server.http.json_encoder import json_pieces
+from server.http.json_encoder import json_pieces, slices_of
 
 DONE = b"data: [DONE]\n\n"
 PING = ServerSentEvent(comment="keep-alive", sep="\n").encode()
@@ -26,18 +27,14 @@ _LINE_SEPARATORS = tuple(
 """Line separators in UTF-8, and their JSON escapes."""
 
 
-def json_text(text: str) -> bytes:
-    """`text` as a JSON string without unescaped line separators."""
-    return _escaped(_encoder.encode(text))
-
-
 def json_line(value: Any) -> bytes:
     """`value` as JSON without unescaped line separators."""
     return _escaped(_encoder.encode(value))
 
 
 def long_json_line(value: Any) -> bytes:
-    """Like `json_line` for large values: encodes in pieces. Call it on a thread."""
+    """Like `json_line` for values of any size: encodes large values in pieces. Call it on a thread
+    for a large value."""
     return b"".join(map(_escaped, json_pieces(value)))
 
 
@@ -107,18 +104,29 @@ class EventStream(EventSourceResponse):
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
         pings = None
+        # A comment within a frame would end it.
+        frame_lock = asyncio.Lock()
         if self._keep_alive_s:
-            pings = asyncio.ensure_future(_ping(send_body, self._keep_alive_s))
+            pings = asyncio.ensure_future(_ping(send_body, frame_lock, self._keep_alive_s))
         try:
             async for data in self._frames:
-                await send_body({"type": "http.response.body", "body": data, "more_body": True})
+                if len(data) <= SENT_BYTES:
+                    await send_body({"type": "http.response.body", "body": data, "more_body": True})
+                    continue
+                async with frame_lock:
+                    for piece in slices_of(data, SENT_BYTES):
+                        await send_body(
+                            {"type": "http.response.body", "body": piece, "more_body": True}
+                        )
+                        await asyncio.sleep(0)
         finally:
             if pings is not None:
                 pings.cancel()
         await send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _ping(send_body: Send, interval_s: float) -> None:
+async def _ping(send_body: Send, frame_lock: asyncio.Lock, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
-        await send_body({"type": "http.response.body", "body": PING, "more_body": True})
+        async with frame_lock:
+            await send_body({"type": "http.response.body", "body": PING, "more_body": True})

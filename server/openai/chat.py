@@ -32,6 +32,7 @@ def chat_routes(state: AppState) -> APIRouter:
         body = await parse(ChatBody, await state.bodies.read_object(request))
         job = await start_chat(state, request, body, id_prefix="chatcmpl-")
         echo = body.last_text if body.echo else ""
+        job.num_echo_characters = len(echo) * job.params.n
         body.drop_prompt()
         if body.stream:
             shows = body.include_reasoning is not False

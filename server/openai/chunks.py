@@ -4,12 +4,13 @@ Nearly every chunk has only text: the text is written between a fixed head and t
 through the JSON encoder.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from server.generation.answer_parser import chat_deltas
 from server.generation.outputs import Delta
 from server.http.errors import Fault
-from server.http.sse import DONE, frame, json_line, json_text, long_json_line
+from server.http.sse import DONE, frame, json_line, long_json_line
 from server.serving.choices import TextLogprobs, chat_logprobs, joined_logprobs
 from server.serving.job import ServingRequest
 
@@ -105,12 +106,14 @@ class ChatChunks(_Chunks):
         if self._has_ids:
             extra["prompt_token_ids"] = self._job.prompts[0].token_ids
         data = self._envelope.chunk(json_line(choice), extra)
-        return data + self._text_chunk(index, self._echo) if self._echo else data
+        return data + self._text_chunk(index, self._echo, long_json_line) if self._echo else data
 
-    def _text_chunk(self, index: int, text: str) -> bytes:
+    def _text_chunk(
+        self, index: int, text: str, encode: Callable[[str], bytes] = json_line
+    ) -> bytes:
         choice = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
             index,
-            json_text(text),
+            encode(text),
         )
         return self._envelope.chunk(choice, self._extra() if self._has_usage else None)
 
@@ -173,7 +176,7 @@ class CompletionChunks(_Chunks):
             return b""
         choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (
             delta.index,
-            json_text(delta.text),
+            json_line(delta.text),
         )
         return self._envelope.chunk(choice)
 
@@ -204,7 +207,7 @@ class CompletionChunks(_Chunks):
             if is_first:
                 choice["prompt_token_ids"] = self._job.prompts[prompt_index].token_ids
         # An echoed prompt may be long; job.py then calls this method on a thread.
-        line = long_json_line if is_first and parts else json_line
+        line = long_json_line if is_first else json_line
         return self._envelope.chunk(line(choice), self._extra())
 
 

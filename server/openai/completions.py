@@ -57,6 +57,7 @@ def completion_routes(state: AppState) -> APIRouter:
         job = await _start(state, request)
         job.body.drop_prompt()
         texts = await _echoed_texts(job) if job.body.echo else None
+        job.num_echo_characters = sum(map(len, texts or ())) * job.params.n
         if job.body.stream:
             return stream_response(job, CompletionChunks(job, texts, _hidden(job)))
         choices = await collect_choices(job, request)

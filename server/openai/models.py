@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from server.http.body import json_response
+from server.http.body import json_response, long_json_response
 from server.http.openapi import ANSWERS
 from server.serving.state import AppState
 
@@ -20,7 +20,7 @@ def model_routes(state: AppState) -> APIRouter:
         state.check_open()
         names = (*state.model_names, *state.client.adapters)
         data = [_entry(state, name) for name in names]
-        return json_response({"object": "list", "data": data})
+        return await long_json_response({"object": "list", "data": data})
 
     @router.get("/v1/models/{id:path}", summary="One served model")
     async def retrieve_model(id: str) -> Response:

@@ -1,6 +1,7 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 import asyncio
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -9,7 +10,7 @@ from starlette.responses import Response
 from config.errors import UserError
 from config.model.special_tokens import NAMED_TOKENS
 from config.params.token_ids import unknown_token
-from server.http.body import json_response, parse
+from server.http.body import built_response, long_json_response, parse
 from server.http.openapi import ANSWERS, takes
 from server.openai.chat_request import render_watched
 from server.openai.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
@@ -19,6 +20,8 @@ from server.text.tokenizer import Tokenizer
 
 INLINE_IDS = 10_000
 """Maximum tokens that are decoded on the event loop, about a millisecond."""
+IDS_PER_VALUE = 5
+"""Token ids that are encoded as fast as a value of another answer."""
 
 
 def tokenize_routes(state: AppState) -> APIRouter:
@@ -46,9 +49,8 @@ def tokenize_routes(state: AppState) -> APIRouter:
             text, special = body.prompt, body.add_special_tokens is not False
             param = "prompt"
         ids = await encode_for_counting(state, text, special=special, param=param)
-        if len(ids) <= INLINE_IDS:
-            return _tokenized(state, body, ids)
-        return await asyncio.to_thread(_tokenized, state, body, ids)
+        num_values = len(ids) // IDS_PER_VALUE
+        return await built_response(lambda: _tokenized(state, body, ids), num_values)
 
     @router.post("/detokenize", summary="The text of tokens", openapi_extra=takes("DetokenizeBody"))
     async def detokenize(request: Request) -> Response:
@@ -65,7 +67,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
             text = _text_of(tokenizer, body.tokens)
         else:
             text = await asyncio.to_thread(_text_of, tokenizer, body.tokens)
-        return json_response({"prompt": text})
+        return await long_json_response({"prompt": text})
 
     @router.get(
         "/tokenizer_info",
@@ -75,7 +77,7 @@ def tokenize_routes(state: AppState) -> APIRouter:
         state.check_open()
         tokenizer = state.text_tokenizer("model")
         tokens = tokenizer.special_tokens
-        return json_response(
+        return await long_json_response(
             {
                 "tokenizer_class": tokenizer.tokenizer_class,
                 **{name: tokens.get(name) for name in NAMED_TOKENS},
@@ -89,19 +91,17 @@ def tokenize_routes(state: AppState) -> APIRouter:
 
 def _tokenized(
     state: AppState, body: TokenizeTextBody | TokenizeChatBody, ids: list[int]
-) -> Response:
+) -> dict[str, Any]:
     strings = None
     if body.return_token_strs:
         tokenizer = state.text_tokenizer("return_token_strs")
         strings = [tokenizer.token(token_id) for token_id in ids]
-    return json_response(
-        {
-            "count": len(ids),
-            "max_model_len": state.max_model_len,
-            "tokens": ids,
-            "token_strs": strings,
-        }
-    )
+    return {
+        "count": len(ids),
+        "max_model_len": state.max_model_len,
+        "tokens": ids,
+        "token_strs": strings,
+    }
 
 
 def _text_of(tokenizer: Tokenizer, ids: list[int]) -> str:

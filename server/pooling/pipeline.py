@@ -3,8 +3,9 @@ vectors as JSON numbers, base64 or packed bits."""
 
 import base64
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -18,13 +19,17 @@ from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import NO_SAMPLING, UNSENT, AddRequest, engine_of
 from server.generation.outputs import Delta, Timing
 from server.generation.pipeline import check_finish
+from server.http.json_encoder import PIECE_WEIGHT, LongJson
 
 Vectors = npt.NDArray[np.float32]
 """float32 (rows, width): a row per input, or a row per token."""
-Encoded = msgspec.Raw | str | list[int]
+Encoded = msgspec.Raw | LongJson | str | list[int]
 """JSON numbers, base64 or packed bits."""
 BINARY_TYPES = ("binary", "ubinary")
 """Embedding types that pack the signs of 8 numbers into 1; the first number has the highest bit."""
+
+BASE64_NUMBERS = 12_288
+"""Numbers whose base64 is a piece. A multiple of 3: only the last piece is padded."""
 
 MAX_CONCURRENT_INPUTS = 256
 """Maximum inputs of a request in the engine at a time: enough to keep the engine busy without
@@ -186,13 +191,38 @@ class PoolingStream:
             self.timing.prefill_s = max(self.timing.prefill_s, finish.prefill_s)
 
 
-def encode_vectors(vectors: Vectors, encoding_format: str | None) -> msgspec.Raw | str:
+def encode_vectors(vectors: Vectors, encoding_format: str | None) -> msgspec.Raw | LongJson:
     """(width,) as a JSON list, (rows, width) as a list of lists; base64: all numbers as
-    little-endian float32 in one string."""
-    if encoding_format == "base64":
-        return base64.b64encode(vectors.astype("<f4").tobytes()).decode()
-    # Encoded one result at a time, so that other threads can take the GIL in between.
-    return msgspec.Raw(msgspec.json.encode(vectors.tolist()))
+    little-endian float32 in one string. More than PIECE_WEIGHT numbers are encoded when they are
+    sent."""
+    encode = _base64_pieces if encoding_format == "base64" else _number_pieces
+    if vectors.size > PIECE_WEIGHT:
+        return LongJson(vectors.size, partial(encode, vectors))
+    return msgspec.Raw(b"".join(encode(vectors)))
+
+
+def _base64_pieces(vectors: Vectors) -> Iterator[bytes]:
+    numbers = vectors.reshape(-1)
+    yield b'"'
+    for start in range(0, len(numbers), BASE64_NUMBERS):
+        part = numbers[start : start + BASE64_NUMBERS].astype("<f4")
+        yield base64.b64encode(part.tobytes())
+    yield b'"'
+
+
+def _number_pieces(vectors: Vectors) -> Iterator[bytes]:
+    """Pieces of at most PIECE_WEIGHT numbers."""
+    yield b"["
+    if vectors.ndim == 2 and vectors.shape[1] > PIECE_WEIGHT:
+        for index, row in enumerate(vectors):
+            yield b"," if index else b""
+            yield from _number_pieces(row)
+    else:
+        step = PIECE_WEIGHT // (vectors.shape[1] if vectors.ndim == 2 else 1)
+        for start in range(0, len(vectors), step):
+            yield b"," if start else b""
+            yield msgspec.json.encode(vectors[start : start + step].tolist())[1:-1]
+    yield b"]"
 
 
 def typed_embeddings(types: Sequence[str], vectors: Sequence[Vectors]) -> dict[str, list[Encoded]]:

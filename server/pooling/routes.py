@@ -16,7 +16,7 @@ from starlette.responses import Response
 from config.errors import UserError
 from config.params.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingParams
 from server.http.access_log import log_prompt, record_of
-from server.http.body import json_response, parse
+from server.http.body import built_response, json_response, parse
 from server.http.disconnect import CancelOnDisconnect
 from server.http.openapi import ANSWERS, takes
 from server.openai.chat_request import render
@@ -52,12 +52,11 @@ from server.serving.state import AppState
 
 TASK_PREFERENCE = (EMBED, CLASSIFY, SCORE, TOKEN_EMBED)
 """/pooling without a task uses the first of these that the model supports."""
-MAX_INLINE_NUMBERS = 20_000
-"""Numbers of vectors that are encoded on the event loop: about a millisecond."""
+NUMBERS_PER_VALUE = 10
+"""Numbers of vectors that are encoded as fast as a value of another answer."""
 
 B = TypeVar("B", bound=EngineBody)
 Chat = TypeVar("Chat", bound=EngineBody)
-R = TypeVar("R")
 Entries = list[dict[str, Any]]
 
 
@@ -69,17 +68,18 @@ class PoolingJob(RunningRequest[PoolingStream]):
         count = self.tracker.stream.num_prompt_tokens
         return {"prompt_tokens": count, "total_tokens": count}
 
-    def list_response(self, data: Entries) -> Response:
-        """The response with a list of results."""
-        return json_response(
-            {
-                "id": self.id,
-                "object": "list",
-                "created": self.created,
-                "model": self.model,
-                "data": data,
-                "usage": self.usage(),
-            }
+    async def response(self, build: Callable[[list[Vectors]], dict[str, object]]) -> Response:
+        """The response with what `build` makes of the results."""
+        vectors = self.tracker.stream.vectors
+        num_numbers = sum(item.size for item in vectors)
+        return await built_response(lambda: build(vectors), num_numbers // NUMBERS_PER_VALUE)
+
+    async def list_response(self, entries: Callable[[list[Vectors]], Entries]) -> Response:
+        """The response with a list of what `entries` makes of the results."""
+        fields = {"id": self.id, "object": "list", "created": self.created, "model": self.model}
+        usage = self.usage()
+        return await self.response(
+            lambda vectors: {**fields, "data": entries(vectors), "usage": usage}
         )
 
 
@@ -92,19 +92,16 @@ def pooling_routes(state: AppState) -> APIRouter:
         params = PoolingParams(task=EMBED, dimensions=body.dimensions, normalize=body.normalizes)
         inputs = await _inputs(state, request, body, params)
         entries = partial(_vector_entries, "embedding", "embedding", body.encoding_format)
-        job, data = await _run(state, request, body, "embd-", inputs, entries)
-        return job.list_response(data)
+        job = await _run(state, request, body, "embd-", inputs)
+        return await job.list_response(entries)
 
     async def create_cohere_embedding(request: Request) -> Response:
         body = await _parse(state, request, CohereEmbedBody)
         inputs = await _cohere_inputs(state, request, body)
-        job, embeddings = await _run(
-            state, request, body, "embd-", inputs, partial(typed_embeddings, body.types)
-        )
+        job = await _run(state, request, body, "embd-", inputs)
         tokens = job.usage()["prompt_tokens"]
-        answer: dict[str, object] = {
+        fields: dict[str, object] = {
             "id": job.id,
-            "embeddings": embeddings,
             "meta": {
                 "api_version": {"version": "2"},
                 "billed_units": {"input_tokens": tokens, "image_tokens": 0},
@@ -112,8 +109,10 @@ def pooling_routes(state: AppState) -> APIRouter:
             "response_type": "embeddings_by_type",
         }
         if body.source == "texts":
-            answer["texts"] = body.texts
-        return json_response(answer)
+            fields["texts"] = body.texts
+        return await job.response(
+            lambda vectors: {**fields, "embeddings": typed_embeddings(body.types, vectors)}
+        )
 
     async def create_pooling(request: Request) -> Response:
         body = await _parse(state, request, PoolBody, PoolChatBody)
@@ -128,8 +127,8 @@ def pooling_routes(state: AppState) -> APIRouter:
         entries = partial(
             _vector_entries, "pooling", "data", body.encoding_format, all_rows=all_rows
         )
-        job, data = await _run(state, request, body, "pool-", inputs, entries)
-        return job.list_response(data)
+        job = await _run(state, request, body, "pool-", inputs)
+        return await job.list_response(entries)
 
     async def classify(request: Request) -> Response:
         body = await _parse(state, request, ClassifyBody, ClassifyChatBody)
@@ -140,33 +139,28 @@ def pooling_routes(state: AppState) -> APIRouter:
             return _empty_list(state, body)
         inputs = await _inputs(state, request, body, params)
         entries = partial(_class_entries, _processor(state).facts.labels)
-        job, data = await _run(state, request, body, "classify-", inputs, entries)
-        return job.list_response(data)
+        job = await _run(state, request, body, "classify-", inputs)
+        return await job.list_response(entries)
 
     async def score(request: Request) -> Response:
         body = await _parse(state, request, ScoreBody)
         inputs, scores = await _pair_inputs(state, request, body)
         body.drop_prompt()
-        job, data = await _run(
-            state, request, body, "score-", inputs, lambda vectors: _score_entries(scores(vectors))
-        )
-        return job.list_response(data)
+        job = await _run(state, request, body, "score-", inputs)
+        return await job.list_response(lambda vectors: _score_entries(scores(vectors)))
 
     async def rerank(request: Request) -> Response:
         body = await _parse(state, request, RerankBody)
         inputs, scores = await _pair_inputs(state, request, body)
         documents = None if body.return_documents is False else body.pairs()[1]
         body.drop_prompt(sum(map(sys.getsizeof, documents or ())))
-        job, results = await _run(
-            state,
-            request,
-            body,
-            "rerank-",
-            inputs,
-            lambda vectors: _ranked(scores(vectors), body.top_n, documents),
-        )
-        return json_response(
-            {"id": job.id, "model": job.model, "usage": job.usage(), "results": results}
+        job = await _run(state, request, body, "rerank-", inputs)
+        fields = {"id": job.id, "model": job.model, "usage": job.usage()}
+        return await job.response(
+            lambda vectors: {
+                **fields,
+                "results": _ranked(scores(vectors), body.top_n, documents),
+            }
         )
 
     for handler, paths, summary, bodies in (
@@ -343,10 +337,9 @@ async def _run(
     body: EngineBody,
     id_prefix: str,
     inputs: list[PoolingInput],
-    entries: Callable[[list[Vectors]], R],
-) -> tuple[PoolingJob, R]:
-    """Run the inputs in the engine; returns the job, which has ended, and what `entries` makes of
-    the results. Raises ClientGone when the client disconnects."""
+) -> PoolingJob:
+    """Run the inputs in the engine; returns the job, which has ended. Raises ClientGone when the
+    client disconnects."""
     model = state.model(body.model)
 
     async def start(**options: Any) -> PoolingStream:
@@ -364,10 +357,7 @@ async def _run(
     )
     job = PoolingJob(state=state, id=request_id_of(body, id_prefix), model=model, tracker=tracker)
     await run_to_end(job, request, _exhaust(job))
-    vectors = tracker.stream.vectors
-    if sum(item.size for item in vectors) <= MAX_INLINE_NUMBERS:
-        return job, entries(vectors)
-    return job, await asyncio.to_thread(entries, vectors)
+    return job
 
 
 def _empty_list(state: AppState, body: EngineBody) -> Response:

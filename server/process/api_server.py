@@ -94,6 +94,10 @@ EMULATOR = "hpu-emulator"
 KEEP_ALIVE_S = 75
 """Keep-alive timeout. Longer than the idle timeout of load balancers, which could otherwise send a
 request on a connection that the server is closing."""
+ACCEPTS_PER_ITERATION = 8
+"""Connections that are accepted in an iteration of the event loop. libuv accepts a single
+connection for each listening handle; in a flood an iteration takes 10 ms, and new clients wait
+behind the flood's connections."""
 BACKLOG = 2048
 WATCH_S = 1.0
 """Interval between checks of the files that are reloaded when they change."""
@@ -200,15 +204,16 @@ class UvicornServer(uvicorn.Server):
 
         self.servers = []
         for sock in self._sockets:
-            server: asyncio.Server | TlsListener
             if config.ssl is None:
-                # A copy: `pause` closes the socket of the server.
-                copy = sock.dup()
-                server = await loop.create_server(protocol, sock=copy, backlog=config.backlog)
+                for _ in range(ACCEPTS_PER_ITERATION):
+                    # A copy: `pause` closes the socket of the server.
+                    copy = sock.dup()
+                    server = await loop.create_server(protocol, sock=copy, backlog=config.backlog)
+                    self.servers.append(server)
             else:
-                server = TlsListener(sock, config.ssl, config, self.server_state, protocol)
-            # The cast is safe: uvicorn only closes these servers.
-            self.servers.append(cast(asyncio.Server, server))
+                listener = TlsListener(sock, config.ssl, config, self.server_state, protocol)
+                # The cast is safe: uvicorn only closes these servers.
+                self.servers.append(cast(asyncio.Server, listener))
 
     async def on_tick(self, counter: int) -> bool:
         """Expire connections that are past their deadline. Called by uvicorn ten times a second."""

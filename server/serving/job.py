@@ -26,6 +26,7 @@ from server.http.access_log import RequestRecord, record_of
 from server.http.body import INLINE_VALUES
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import EngineFailed, Fault, fault_of
+from server.http.json_encoder import CHARACTERS_PER_WEIGHT
 from server.http.sse import Envelope, EventStream
 from server.openai.schema.generation import GenerationBody
 from server.parsers.stream.base import ParserEvent, TextDelta
@@ -92,6 +93,8 @@ class ServingRequest(RunningRequest[GenerationStream]):
     prompts: list[Prompt]
     parsers: ChoiceParsers | None = None
     """Parsers of the output; None: the output is plain text."""
+    num_echo_characters: int = 0
+    """Characters of the echoed text in all choices."""
 
     @property
     def generation(self) -> GenerationStream:
@@ -160,13 +163,19 @@ class ServingRequest(RunningRequest[GenerationStream]):
         return num_prompt_logprobs(self.params, self.prompts)
 
     @property
+    def num_echo_values(self) -> int:
+        """Estimated number of JSON values in the echo and in its log-probabilities."""
+        num_text_values = self.num_echo_characters // CHARACTERS_PER_WEIGHT
+        return self.num_prompt_logprobs + num_text_values
+
+    @property
     def num_answer_values(self) -> int:
         """Estimated number of JSON values in the response so far."""
         num_tokens = self.generation.num_output_tokens
         width = CHOICE_VALUES_PER_TOKEN
         if self.params.logprobs is not None:
             width += 1 + self.params.logprobs
-        count = int(num_tokens * width) + self.num_prompt_logprobs
+        count = int(num_tokens * width) + self.num_echo_values
         if self.body.return_token_ids:
             count += num_tokens + self.generation.num_prompt_tokens
         return count
@@ -452,11 +461,11 @@ async def sse_frames(job: ServingRequest, writer: ChunkWriter) -> AsyncIterator[
     """SSE frames of all of the job's deltas; an error becomes a frame."""
     batcher = DeltaBatcher(job.state.config.stream_interval)
     try:
-        is_long = job.num_prompt_logprobs > INLINE_VALUES
+        is_long = job.num_echo_values > INLINE_VALUES
         with panics_as_errors():
             async for deltas in job.tracker:
                 ready = batcher.add(deltas)
-                # The log-probabilities of an echoed prompt are all in one chunk.
+                # An echoed prompt and its log-probabilities are all in one chunk.
                 data = (
                     await asyncio.to_thread(writer.feed, ready) if is_long else writer.feed(ready)
                 )

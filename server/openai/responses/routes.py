@@ -13,7 +13,15 @@ from starlette.responses import Response
 from config.errors import UserError
 from config.fair_threads import current_client
 from server.http.access_log import attach_record, record_of
-from server.http.body import MANY_BYTES, ReceivedBody, built_response, json_response, parse
+from server.http.body import (
+    MANY_BYTES,
+    ReceivedBody,
+    built_response,
+    encoded_response,
+    json_response,
+    long_json_response,
+    parse,
+)
 from server.http.body_bounds import QueryInteger
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.http.peer_proxy import ForwardedResponse
@@ -108,7 +116,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
             first = writer.fields()
             BackgroundResponse(job, writer, entry, store, record_of(request.scope)).start()
             if not body.stream:
-                return json_response(first)
+                return await long_json_response(first)
             # Not counted as a follower: the number of running responses is limited.
             return _stream_stored(state, store, entry, -1, on_close=lambda: None)
         if body.stream:
@@ -265,7 +273,7 @@ async def _whole(job: ServingRequest, writer: ResponseWriter) -> Fields:
 async def _stored_answer(entry: StoredResponse) -> Response:
     if entry.running is not None:
         return await built_response(entry.running.fields, entry.running.num_values)
-    return Response(entry.data, media_type="application/json")
+    return encoded_response(entry.data)
 
 
 def _stream_stored(

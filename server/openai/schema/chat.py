@@ -56,6 +56,9 @@ from server.text.messages import is_ignored_call, is_ignored_part
 
 Message = dict[str, Any]
 
+MAX_ECHO_CHARACTERS = 2**24
+"""Maximum characters of the echoed message in all choices."""
+
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Text part types, and the key of the text."""
 
@@ -203,6 +206,21 @@ class ChatBody(ChatPromptBody, GenerationBody):
     prompt_cache_key: Label | None = None
     safety_identifier: SafetyIdentifier | None = None
     verbosity: Label | None = None
+
+    def check_conversation(self, *, trust_template: bool, kinds: Collection[bytes] = ()) -> None:
+        """Check the conversation, and the size of its echoes. Raises UserError."""
+        super().check_conversation(trust_template=trust_template, kinds=kinds)
+        if not self.echo:
+            return
+        num_choices = self.n or 1
+        num_characters = len(self.last_text)
+        if num_characters * num_choices > MAX_ECHO_CHARACTERS:
+            raise UserError(
+                f"the last message has {num_characters} characters, "
+                f"{num_characters * num_choices} in the echoes of {num_choices} choices, at most "
+                f"{MAX_ECHO_CHARACTERS} are allowed",
+                param="echo",
+            )
 
     def check(self) -> None:
         super().check()

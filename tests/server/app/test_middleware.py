@@ -270,3 +270,26 @@ async def test_requests_of_routes_with_parameters_are_paced() -> None:
 
     assert num_answered == 50
     assert max(after - before for before, after in itertools.pairwise(seen)) <= MAX_PER_ITERATION
+
+
+async def test_a_probe_does_not_wait_for_a_flood_of_its_client() -> None:
+    answered: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        answered.append(scope["path"])
+
+    router = FastRouter(app, [])
+
+    async def receive() -> None: ...
+
+    async def send(message: object) -> None: ...
+
+    def call(path: str) -> "asyncio.Future[None]":
+        scope = {"type": "http", "method": "GET", "path": path}
+        return asyncio.ensure_future(router(scope, receive, send))  # type: ignore[arg-type]
+
+    calls = [call("/v1/completions") for _ in range(200)]
+    await asyncio.sleep(0)
+    await asyncio.gather(*calls, call("/health"))
+
+    assert answered.index("/health") <= 3 * MAX_PER_ITERATION

@@ -31,6 +31,7 @@ from server.http.protocol import (
 )
 
 KEY = "secret"
+CUT = {"truncate_prompt_tokens": 16}
 LATENCY_S = 0.1
 ROOM_BYTES = 50 * 2**20
 
@@ -636,12 +637,19 @@ class UnreadTransport(asyncio.Transport):
         super().__init__({"socket": sock})
         self.num_unread = 0
         self.is_aborted = False
+        self.is_closed = False
 
     def get_write_buffer_size(self) -> int:
         return self.num_unread
 
     def is_closing(self) -> bool:
-        return self.is_aborted
+        return self.is_aborted or self.is_closed
+
+    def write(self, data: Any) -> None:
+        """Everything is sent."""
+
+    def close(self) -> None:
+        self.abort()
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -682,3 +690,129 @@ def test_the_bytes_in_the_buffer_of_the_system_are_unread_too() -> None:
         num_sent = sender.send(b"x" * 50_000)
 
         assert num_unread_bytes(UnreadTransport(sender)) >= num_sent
+
+
+class KeptConnection:
+    """A connection whose response is complete, over an UnreadTransport."""
+
+    def __init__(self) -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await receive()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"x"})
+
+        config = HttpConfig(app, ServerConfig(), 10, timeout_keep_alive=60)
+        config.load()
+        self.transport = UnreadTransport(socket.socket())
+        self.protocol = HttpProtocol(config, ServerState(), {}, asyncio.get_running_loop())
+        self.protocol.connection_made(self.transport)
+
+    async def answer(self, *reads: bytes) -> None:
+        for data in reads:
+            self.protocol.data_received(data)
+        await asyncio.gather(*self.protocol.tasks)
+
+    def close(self) -> None:
+        self.protocol.connection_lost(None)
+        self.transport.get_extra_info("socket").close()
+
+
+async def test_a_body_in_several_reads_sets_no_deadline_for_the_response() -> None:
+    kept = KeptConnection()
+    sent = request({"prompt": "hi"})
+
+    await kept.answer(sent[:-5], sent[-5:])
+    deadline_s = kept.protocol.deadline_s
+    kept.close()
+
+    assert deadline_s == math.inf
+
+
+@pytest.mark.parametrize("is_body_late", [False, True])
+async def test_a_connection_is_not_idle_before_its_response_is_read(is_body_late: bool) -> None:
+    kept = KeptConnection()
+    await kept.answer(request({"prompt": "hi"}))
+    protocol, transport = kept.protocol, kept.transport
+    end = protocol.expire if is_body_late else protocol.timeout_keep_alive_handler
+
+    transport.num_unread = 10 * MIN_READ_BYTES
+    end()
+    is_kept = not transport.is_aborted
+    limit_s = protocol.read_deadline_s - protocol.loop.time()
+    transport.num_unread = 0
+    protocol.expire_response()
+    has_no_limit = protocol.read_deadline_s == math.inf
+    end()
+    is_closed = transport.is_aborted
+    kept.close()
+
+    assert is_kept and limit_s == pytest.approx(UNREAD_TIMEOUT_S, abs=5)
+    assert has_no_limit and is_closed
+
+
+async def test_a_connection_that_closes_lets_a_slow_client_read_its_response() -> None:
+    kept = KeptConnection()
+    await kept.answer(request({"prompt": "hi"}))
+    protocol, transport = kept.protocol, kept.transport
+    transport.num_unread = 10 * MIN_READ_BYTES
+    protocol.pause_writing()
+
+    transport.is_closed = True
+    protocol.expire()
+    transport.num_unread -= MIN_READ_BYTES
+    protocol.expire_response()
+    is_kept = not transport.is_aborted
+    protocol.expire_response()
+    kept.close()
+
+    assert is_kept and transport.is_aborted
+
+
+def test_a_client_that_reads_slowly_gets_the_whole_of_a_large_response() -> None:
+    text = "x" * 12_000_000
+    body = request(
+        {"messages": [{"role": "user", "content": text}], "echo": True, "max_tokens": 1, **CUT},
+        path="/v1/chat/completions",
+    )
+    with served(request_header_timeout_s=0.2) as rig, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        sock.settimeout(10)
+        sock.connect(("127.0.0.1", rig.port))
+        sock.sendall(body)
+        head, _, data = read_until(sock, b"\r\n\r\n").partition(b"\r\n\r\n")
+        found = re.search(rb"content-length: (\d+)", head)
+        assert found is not None
+        num_bytes, num_read = int(found[1]), len(data)
+        time.sleep(1)
+        while num_read < num_bytes and (piece := sock.recv(2**20)):
+            num_read += len(piece)
+
+    assert num_read == num_bytes > len(text)
+
+
+def test_several_connections_are_accepted_in_an_iteration_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accepted: list[int] = []
+    made = HttpProtocol.connection_made
+    num_iterations = 0
+
+    def connection_made(self: HttpProtocol, transport: asyncio.BaseTransport) -> None:
+        accepted.append(num_iterations)
+        made(self, transport)
+
+    async def accept_all() -> None:
+        nonlocal num_iterations
+        async with on_port() as rig:
+            socks = [connect(rig) for _ in range(64)]
+            while len(accepted) < len(socks) and num_iterations < 1000:
+                await asyncio.sleep(0)
+                num_iterations += 1
+            for sock in socks:
+                sock.close()
+
+    monkeypatch.setattr(HttpProtocol, "connection_made", connection_made)
+    uvloop.run(accept_all())
+
+    assert len(accepted) == 64
+    assert num_iterations < 32

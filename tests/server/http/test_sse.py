@@ -5,14 +5,17 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 from engine_rig import eventually
 from http_rig import EOS, Rig, TalkingClient, events, ids, in_memory, on_port
+from starlette.types import Message
 
 from server.generation.outputs import Delta
-from server.http.sse import Envelope, json_line, json_text
+from server.http.body import SENT_BYTES
+from server.http.sse import PING, Envelope, EventStream, json_line
 from server.serving.choices import DeltaBatcher
 
 
@@ -260,7 +263,7 @@ async def test_health_answers_while_streams_run() -> None:
 def test_text_that_other_clients_take_for_line_ends_is_escaped() -> None:
     text = "a\u2028b\u2029c\x85d\né"
 
-    line = json_text(text)
+    line = json_line(text)
 
     assert line.decode().splitlines() == [line.decode()]
     assert json.loads(line) == text
@@ -314,3 +317,25 @@ def test_many_line_separators_are_replaced_in_one_pass() -> None:
     # A call of Python for each of them took seconds.
     assert time.monotonic() - start_s < 1.5
     assert line == b'{"text":"' + b"\\u0085\\u2028\\u2029" * count + b'"}'
+
+
+async def test_no_comment_comes_within_a_frame_that_is_sent_in_pieces() -> None:
+    large = b"data: " + b"x" * (4 * SENT_BYTES) + b"\n\n"
+    sent: list[bytes] = []
+
+    async def frames() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield large
+            await asyncio.sleep(0.02)
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+        await asyncio.sleep(0.005)
+
+    stream = EventStream(frames(), keep_alive_s=0.001, on_close=lambda: None)
+    await stream._send_all(send, send)
+
+    text = b"".join(sent)
+    assert max(map(len, sent)) == SENT_BYTES
+    assert text.count(large) == 3
+    assert text.replace(PING, b"") == 3 * large != text

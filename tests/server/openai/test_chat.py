@@ -7,7 +7,7 @@ from http_rig import EOS, TOKENIZER, TalkingClient, events, ids, in_memory
 from scripted_client import columns
 
 from config.errors import UserError
-from server.openai.schema.chat import ChatBody, check_messages
+from server.openai.schema.chat import MAX_ECHO_CHARACTERS, ChatBody, check_messages
 
 
 def prompt_of(client: Any, place: int = 0) -> str:
@@ -274,6 +274,17 @@ async def test_stop_strings_and_ids_end_the_text_and_say_so() -> None:
         assert by_text["message"]["content"] == "Hell"
         assert (by_text["finish_reason"], by_text["stop_reason"]) == ("stop", "o w")
         assert by_length["finish_reason"] == "length"
+
+
+def test_the_echoes_of_all_choices_have_a_bound() -> None:
+    def check(num_characters: int) -> None:
+        messages = [{"role": "user", "content": "x" * num_characters}]
+        body = ChatBody(messages=messages, echo=True, n=16)
+        body.check_conversation(trust_template=False)
+
+    check(MAX_ECHO_CHARACTERS // 16)
+    with pytest.raises(UserError, match=r"16777232 in the echoes of 16 choices, at most 16777216"):
+        check(MAX_ECHO_CHARACTERS // 16 + 1)
 
 
 async def test_the_last_message_may_be_continued_and_echoed() -> None:

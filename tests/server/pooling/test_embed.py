@@ -1,6 +1,7 @@
 """POST /v2/embed, Cohere's route for vectors."""
 
 import base64
+import json
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ from http_rig import VOCAB_SIZE, Rig, ids, in_memory
 from pooling_client import EMBEDDER, PoolingClient, pooled
 
 from config.params.pooling import PoolingFacts, PoolingParams
-from server.pooling.pipeline import typed_embeddings
+from server.http.json_encoder import encode_json
+from server.pooling.pipeline import encode_vectors, typed_embeddings
 
 EMBED = PoolingParams(task="embed")
 PROMPTED = PoolingFacts(
@@ -85,6 +87,19 @@ def test_binary_vectors_have_the_first_number_in_the_highest_bit() -> None:
 
     assert found["ubinary"] == [[0b10000001, 0b10000001]]
     assert found["binary"] == [[1, 1]]
+
+
+@pytest.mark.parametrize(
+    "shape", [(3,), (4097,), (20_000,), (1, 8), (1500, 8), (7, 5000), (3, 4096), (2, 4097)]
+)
+def test_the_pieces_of_vectors_join_to_all_of_their_numbers(shape: tuple[int, ...]) -> None:
+    vectors = np.random.default_rng(0).standard_normal(shape).astype("<f4")
+
+    numbers = encode_json({"a": [encode_vectors(vectors, "float")]})
+    text = encode_json({"a": [encode_vectors(vectors, "base64")]})
+
+    assert json.loads(numbers) == {"a": [vectors.tolist()]}
+    assert base64.b64decode(json.loads(text)["a"][0]) == vectors.tobytes()
 
 
 async def test_inputs_of_text_parts_are_texts() -> None:
