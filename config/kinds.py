@@ -9,10 +9,10 @@ from typing import Any, Generic, TypeVar
 
 from config.errors import ConfigError
 
-K = TypeVar("K")
+K_co = TypeVar("K_co", covariant=True)
 
 
-class Kinds(Generic[K]):
+class Kinds(Generic[K_co]):
     """All kinds in the modules of `package` and of its subpackages. A module lists its kinds by
     name in the mapping `attribute`; a module without the attribute holds none. No module with kinds
     may read `all` while it is imported."""
@@ -26,9 +26,9 @@ class Kinds(Generic[K]):
         """Name -> module of the kind."""
 
     @cached_property
-    def all(self) -> Mapping[str, K]:
+    def all(self) -> Mapping[str, K_co]:
         """Name -> kind, in the order of the files. The first read imports every module."""
-        found: dict[str, K] = {}
+        found: dict[str, K_co] = {}
         for module in modules_of(self._package):
             for name, kind in getattr(import_module(module), self._attribute, {}).items():
                 assert name not in found, f"{module} defines the {self._noun} {name} again"
@@ -36,7 +36,7 @@ class Kinds(Generic[K]):
                 self._modules[name] = module
         return found
 
-    def __getitem__(self, name: str) -> K:
+    def __getitem__(self, name: str) -> K_co:
         """The kind `name`. Raises ConfigError like `checked`."""
         return self.all[self.checked(name)]
 

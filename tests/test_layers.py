@@ -41,6 +41,8 @@ EXCEPTIONS = {
     "server.text.bounded_encoder": ("engine.process.isolation",),
     # A step of a quantization runs in a process that ends with the command.
     "server.cli.quantize": ("engine.process.child_process",),
+    # A process answers probes while the tokenizer library blocks the API server.
+    "server.process.start_probes": ("engine.process.child_process",),
     # Images are decoded in such processes too.
     "server.multimodal.processor": ("engine.process.isolation",),
     # It divides the cores among the engines.

@@ -21,7 +21,7 @@ SLACK = 0.99
 """A figure below this part of its limit asks for a lower limit."""
 
 LIMITS = {
-    "None-checks": 2636,
+    "None-checks": 2644,
     "None-checks of ModelRunner": 71,
     "None-checks of EngineCore": 19,
     "None-checks of Worker": 54,
@@ -34,7 +34,7 @@ LIMITS = {
     "parameters of ModelRunner": 17,
     "parameters of EngineCore": 6,
     "parameters of Scheduler": 7,
-    "uses of Any": 1246,
+    "uses of Any": 1247,
     "mark_step outside back ends": 40,
     "poll constants": 15,
     "files under 60 lines": 103,

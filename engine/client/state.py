@@ -39,7 +39,7 @@ class Pause(NamedTuple):
 
 
 class EngineState:
-    """State of an engine. The attributes here are those of an engine that takes no requests."""
+    """State of an engine. The values here belong to an engine that takes no requests."""
 
     ready: Ready | None = None
     """The engine's report at the end of its start-up; None until it accepts requests."""

@@ -110,7 +110,7 @@ def _merge_ready(messages: Sequence[WorkerReady], output: int) -> WorkerReady:
     return merged
 
 
-MERGES: Mapping[type, Callable[..., Any]] = {
+MERGES: Mapping[type, Callable[..., FromWorker]] = {
     StepResult: _merge_results,
     BlocksFetched: _merge_reads,
     AdapterLoaded: _merge_loads,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import zmq
@@ -272,10 +272,14 @@ class WakeUp:
                 os.eventfd_read(self.fd)
 
 
+Receiving: TypeAlias = "PairSocket[Any, Any] | Publisher[Any] | ConnectionWatch"
+"""Sockets with messages for this process."""
+
+
 class Pollables(NamedTuple):
     """What a Waiter waits for. Its owner reads all messages before it waits."""
 
-    sockets: "Sequence[PairSocket[Any, Any] | Publisher[Any] | ConnectionWatch]" = ()
+    sockets: Sequence[Receiving] = ()
     fds: Sequence[int] = ()
 
     def __or__(self, other: "Pollables") -> "Pollables":
@@ -287,7 +291,7 @@ class Waiter:
 
     def __init__(
         self,
-        sockets: "Sequence[PairSocket[Any, Any] | Publisher[Any] | ConnectionWatch]",
+        sockets: Sequence[Receiving],
         fds: Sequence[int] = (),
     ) -> None:
         # zmq.Poller reads the state of each socket first: it needs no edge of a descriptor.

@@ -122,7 +122,7 @@ def with_parsers(page: str) -> str:
     return with_text(page, f"{calls}\n{thinking}\n")
 
 
-def _parsers(flag: str, head: str, parsers: Mapping[str, ParserKind[Any]]) -> str:
+def _parsers(flag: str, head: str, parsers: Mapping[str, ParserKind[object]]) -> str:
     """A row for each text that models write, with the names of all parsers that read it."""
     names: dict[str, list[str]] = {}
     for parser in sorted(distinct(parsers), key=lambda parser: parser.names):

@@ -1,10 +1,14 @@
-"""Parsers of command lines with the flags of a server. They know the names of output parsers, which
-config/ does not."""
+"""Parsers of command lines with the flags of a server, and the log of their notes. They know the
+names of output parsers, which config/ does not."""
 
+import logging
 from functools import partial
 from importlib import import_module
 
 from config.loading import parser
+from config.loading.sources import Loaded
+
+logger = logging.getLogger(__name__)
 
 
 def _names(attribute: str) -> list[str]:
@@ -18,3 +22,9 @@ _KINDS = {
 }
 server_parser = partial(parser.server_parser, kinds=_KINDS)
 command_parser = partial(parser.command_parser, kinds=_KINDS)
+
+
+def log_notes(loaded: Loaded) -> None:
+    """Log how vLLM's spellings were translated. Without a log setup, the lines go to stderr."""
+    for note in loaded.notes:
+        logger.warning("%s", note)

@@ -29,7 +29,7 @@ from config.loading.values import nearest
 from config.loading.vendor_variables import ignored_variables
 from config.server import ServerConfig
 from config.version import VERSION
-from server.cli.flags import command_parser, server_parser
+from server.cli.flags import command_parser, log_notes, server_parser
 
 logger = logging.getLogger(__name__)
 
@@ -158,12 +158,6 @@ def log_spellings(loaded: Loaded) -> None:
     log_notes(loaded)
     if loaded.without_effect:
         logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
-
-
-def log_notes(loaded: Loaded) -> None:
-    """Log how vLLM's spellings were translated. Without a log setup, the lines go to stderr."""
-    for note in loaded.notes:
-        logger.warning("%s", note)
 
 
 def _with_reasons(reasons: Mapping[str, str]) -> str:

@@ -10,8 +10,7 @@ from config.loading.sources import load
 from config.setting import is_count
 from engine.reports.buckets import SECONDS_PER_GRAPH
 from engine.reports.plan import Target, as_json, as_text, make_plan, with_sizes
-from server.cli.flags import command_parser
-from server.cli.main import log_notes
+from server.cli.flags import command_parser, log_notes
 
 DEVICES = ("gaudi2", "gaudi3")
 

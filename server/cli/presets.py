@@ -15,8 +15,7 @@ from config.loading.sources import DEFAULT, Loaded, load
 from engine.reports.doctor import this_machine
 from engine.reports.plan import Target, as_text, with_sizes
 from engine.reports.presets import KEYS, Preset, free_cards, make_preset
-from server.cli.flags import command_parser
-from server.cli.main import log_notes
+from server.cli.flags import command_parser, log_notes
 from server.cli.plan import DEVICES
 
 logger = logging.getLogger(__name__)

@@ -181,7 +181,7 @@ def forced_call_reader(name: str | None) -> ToolCallReader:
 NO_PARSERS = ParserConfig(None, None, False)
 
 
-def _named(name: str, parsers: Kinds[ParserKind[Any]]) -> str | None:
+def _named(name: str, parsers: Kinds[ParserKind[object]]) -> str | None:
     return None if name == "none" else parsers.checked(name)
 
 

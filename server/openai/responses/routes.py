@@ -15,6 +15,7 @@ from config.fair_threads import current_client
 from server.http.access_log import attach_record, record_of
 from server.http.body import (
     MANY_BYTES,
+    Fields,
     ReceivedBody,
     built_response,
     encoded_response,
@@ -43,7 +44,7 @@ from server.openai.responses.store import (
     StoredResponse,
 )
 from server.openai.responses.truncation import is_too_long, shortened
-from server.openai.responses.writer import Fields, ResponseWriter, number_of
+from server.openai.responses.writer import ResponseWriter, number_of
 from server.serving.job import ServingRequest, run_to_end, sse_frames
 from server.serving.state import AppState
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from server.generation.outputs import Delta
-from server.http.body import INLINE_VALUES
+from server.http.body import INLINE_VALUES, Fields
 from server.http.errors import Fault, shortened
 from server.http.sse import long_json_line, named_frame
 from server.openai.responses.output import ResponseOutput, StreamEvent
@@ -17,8 +17,6 @@ from server.openai.responses.schema import ResponseBody
 from server.openai.responses.store import EndedResponse, ended_response
 from server.openai.responses.tools import namespaced_names, offered_tools
 from server.serving.job import ServingRequest
-
-Fields = dict[str, Any]
 
 
 class ResponseWriter:

@@ -1,4 +1,4 @@
-"""engine/core/loop.py: an engine without work, and one whose requests wait for an adapter."""
+"""engine/core/loop.py: an engine without work, and an engine whose requests wait for an adapter."""
 
 import dataclasses
 import threading

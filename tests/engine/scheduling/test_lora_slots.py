@@ -59,7 +59,7 @@ def assigned(slots: LoRASlots) -> dict[int, str]:
 
 
 def orders(slots: LoRASlots) -> list[tuple[type, str]]:
-    """What the workers are told to load and to drop."""
+    """Messages to the workers, each with the adapter to load or to drop."""
     messages = slots.take_messages()
     assert all(isinstance(message, LoadAdapter | DropAdapter) for message in messages)
     return [(type(message), message.content) for message in messages]  # type: ignore[union-attr]

@@ -31,7 +31,7 @@ def test_nothing_is_left_when_the_emulator_is_taken_away() -> None:
 
 def test_the_emulator_is_taken_away_after_torch_has_destroyed_its_operators() -> None:
     with emulated() as card:
-        # As at the end of a process, where torch is first.
+        # The order at the end of a process: torch is first.
         for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # private
             if (alive := finalizer.peek()) and alive[0] in card._libraries:
                 finalizer()

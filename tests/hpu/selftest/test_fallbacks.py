@@ -32,7 +32,7 @@ class Case(NamedTuple):
     """Whether greedy tokens are wrong without the fallback; else only speed, drawn tokens or memory
     suffer."""
     dtype: str = "float32"
-    """In other dtypes the tokens are those of a card without the fault, not of the CPU."""
+    """In other dtypes the tokens must equal a card's without the fault, not the CPU's."""
 
 
 WIDE: dict[str, Any] = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
