@@ -19,7 +19,7 @@ MAX_SHOWN = 4
 _SHORT = re.compile(r"(-[a-zA-Z-]+)((?:[=.].*)?)$", re.DOTALL)
 _DOTTED = re.compile(r"(--[a-zA-Z][\w-]*)\.([^=]+?)(\+?)(?:=(.*))?$", re.DOTALL)
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])$")
-_OVERRIDES = {
+FIELD_FLAGS = {
     "--rope-scaling": "--hf-overrides.rope_scaling",
     "--rope-theta": "--hf-overrides.rope_theta",
 }
@@ -98,7 +98,7 @@ def _long_form(word: str) -> str:
 
 def _override(word: str) -> str:
     name, equals, value = word.partition("=")
-    return _OVERRIDES.get(name, name) + equals + value
+    return FIELD_FLAGS.get(name, name) + equals + value
 
 
 def _with_objects(words: Iterable[str]) -> list[str]:

@@ -374,6 +374,11 @@ class ApiServer:
         """Whether the last engine has died."""
         return self._client.failure is not None
 
+    @property
+    def has_profile(self) -> bool:
+        """Whether the engine has written a profile and ended."""
+        return self._client.has_profile
+
     def on_download(self, progress: DownloadProgress | Exception) -> None:
         """Handle progress, completion or failure of the model download. Call on the event loop's
         thread."""

@@ -152,8 +152,8 @@ async def _run_api_server(args: ApiServerArgs, listener: socket.socket) -> int:
     following = asyncio.create_task(_follow_download(args.download_path, api_server))
     try:
         code = await api_server.run(listener)
-        # With status 0, the engine has written a profile and ended.
-        return ENGINE_GONE if code in (0, FAILED) and api_server.has_no_engine else code
+        is_last = code == FAILED and api_server.has_no_engine
+        return ENGINE_GONE if is_last or api_server.has_profile else code
     finally:
         following.cancel()
 

@@ -131,8 +131,8 @@ def test_a_killed_worker_ends_the_server(tiny_model: str, tmp_path: Path) -> Non
         _wait_for("orphans end", lambda: not any(alive(pid) for pid in family), 2)
         assert live.leftovers() == []
         assert len(_errors(live)) == 1
-        # Once as the error, and once as the reason in the last line.
-        assert live.text().count("was killed by SIGKILL") == 2
+        # In the error, in the access log of the request, and as the reason in the last line.
+        assert live.text().count("was killed by SIGKILL") == 3
         assert live.text().rstrip().endswith("was killed by SIGKILL")
 
 

@@ -343,7 +343,10 @@ def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
     for field in ("name", "tool_call_id"):
         if not isinstance(message.get(field), str | None):
             raise error_at_path(wrong_field(message, field, where, "a string"))
-    # vLLM takes messages without content and results of tools without an id, too.
+    # A user's message without the field is most likely a misspelt field.
+    if role == "user" and "content" not in message:
+        raise error_at_path(wrong_field(message, "content", where, "a string or a list of parts"))
+    # vLLM takes other messages without content and results of tools without an id, too.
     if content is None or isinstance(content, str):
         return
     if not isinstance(content, list):

@@ -14,6 +14,7 @@ from config.loading.reference import DOCS
 from config.loading.sources import from_keywords, load
 from config.loading.vendor_variables import vendor_variables
 from config.loading.vllm_flags import ABSENT, ACCEPTED, SHORT_FORMS, absence
+from config.loading.vllm_spelling import FIELD_FLAGS
 from server.cli import main as cli
 
 VLLM = """
@@ -97,6 +98,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_every_flag_of_vllm_is_a_setting_or_has_an_answer() -> None:
     settings = {name for flag in FLAGS for name in flag.names} | {"config"}
+    settings |= {flag.removeprefix("--") for flag in FIELD_FLAGS}
 
     for name in VLLM.split():
         answers = [name in settings, name in ACCEPTED, bool(absence(name)) and name not in ACCEPTED]

@@ -453,7 +453,8 @@ def test_an_adapter_that_does_not_fit_is_named_with_its_flag_before_the_start(
         check(f"c={empty}")
 
     assert str(refused.value) == (
-        f"--lora-modules b={wide}: {wide}/adapter_config.json has rank 32, --max-lora-rank is 16"
+        f"--lora-modules b={wide}: {wide}/adapter_config.json has rank 32, --max-lora-rank is 16: "
+        "set --max-lora-rank 32"
     )
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from config.errors import UserError
 from config.params.structured_output import grammar_spec
 from engine.structured_output.bounds import with_ascii_classes, with_ascii_patterns
-from engine.structured_output.grammar import Grammar, GrammarState, Vocabulary
+from engine.structured_output.grammar import Grammar, Vocabulary
 from engine.structured_output.token_bitmask import has
 
 CHARACTERS = "7a_-+.]^[ \t\n\v\r\x1c~é\u0663\u0130\u00a0\u2003\u3000中"
@@ -60,7 +60,7 @@ def _grammar(vocabulary: Vocabulary, **asked: Any) -> Grammar:
 
 
 def _matches(grammar: Grammar, encoder: Tokenizer, text: str) -> bool:
-    state = GrammarState(grammar)
+    state = grammar.start()
     for token in encoder.encode(text, add_special_tokens=False).ids:
         if not has(state.bitmask, token):
             return False

@@ -290,7 +290,7 @@ def test_a_decoder_runs_on_quantized_weights(
     [
         (
             {"quantization": "int3"},
-            "quantization is 'int3', it must be one of gptq, awq, .*int8, int4",
+            "quantization is 'int3', it must be one of auto-round, awq, .*int8, int4",
         ),
         ({"quantization": "int8", "dtype": "float32"}, "is int8 and dtype is float32"),
         ({"quantization": "int8", "device": "hpu"}, "is int8 and device is hpu"),

@@ -125,7 +125,7 @@ async def test_tokens_of_a_conversation_are_those_that_a_chat_is_billed() -> Non
 
         assert counted["count"] == usage["prompt_tokens"]
         assert counted["tokens"] == rig.client.queues[0].prompt
-        assert bad.json()["error"]["param"] == "messages[0].content"
+        assert bad.json()["error"]["param"] == "messages[0].role"
         assert neither.json()["error"]["param"] == "prompt"
 
 

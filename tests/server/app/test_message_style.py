@@ -55,8 +55,8 @@ MAX_CHARACTERS = 400
 POOLING = {EMBEDDINGS, SCORE, RERANK, POOL}
 
 ALLOWED = re.compile(
-    r"\bmust\b|\bat most\b|\bmay have\b|\bmay be\b|; leave it out|; use |; start |here it is|"
-    r"this model takes"
+    r"\bmust\b|\bat most\b|\bmay have\b|\bmay be\b|; leave it out|; use |; send |; start |"
+    r"here it is|this model takes"
 )
 """What every message says beside the value: the values that are allowed, or what to do."""
 LIBRARY_WORDS = re.compile(

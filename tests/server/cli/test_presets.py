@@ -91,7 +91,7 @@ def test_a_context_that_does_not_fit_is_halved_unless_it_was_asked_for(
     assert 1024 <= short["max-model-len"] < 131072
     assert 131072 % short["max-model-len"] == 0
     assert main(["presets", folder, "--device", "gaudi2", "--max-model-len", "131072"]) == 2
-    assert "does not fit into 1 gaudi2 cards" in capsys.readouterr().err
+    assert "does not fit into 1 gaudi2 card" in capsys.readouterr().err
 
 
 def test_serve_on_a_gaudi_takes_the_preset_and_says_so(
@@ -131,7 +131,7 @@ def test_a_model_that_does_not_fit_is_left_to_the_start(
     with caplog.at_level(logging.INFO):
         assert with_preset(loaded, argv, ("gaudi2", 1)) is loaded
 
-    assert "does not fit into 1 gaudi2 cards" in caplog.text
+    assert "does not fit into 1 gaudi2 card" in caplog.text
     assert with_preset(loaded, argv, (None, 1)) is loaded
 
 

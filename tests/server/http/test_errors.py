@@ -102,6 +102,7 @@ CHAT_FIELDS = [
     ("messages", "hi"),
     ("messages", [None]),
     ("messages", [{"role": 3, "content": "x"}]),
+    ("messages", [{"role": "user"}]),
     ("messages", [{"role": "user", "content": 5}]),
     ("messages", [{"role": "tool", "content": "x", "tool_call_id": 5}]),
     ("messages", [{"role": "user", "content": [{"type": "text"}]}]),
@@ -116,7 +117,9 @@ async def test_every_bad_chat_field_is_a_400_that_names_it() -> None:
         for field, value in CHAT_FIELDS:
             response = await rig.post("/v1/chat/completions", {**USER, field: value})
 
-            check(response, 400, type="invalid_request_error", param=field, code=None)
+            param = response.json()["error"]["param"]
+            assert param.partition("[")[0] == field
+            check(response, 400, type="invalid_request_error", param=param, code=None)
         assert rig.client.queues == []
         assert await rig.metric("vllm:prompt_tokens_total") == 0
 

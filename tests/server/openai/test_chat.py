@@ -403,7 +403,7 @@ async def test_priorities_reach_an_engine_that_has_them() -> None:
         {"role": "user", "content": []},
         {"role": "user", "content": ["x", {"type": "text", "text": "y"}]},
         {"role": "system", "content": None},
-        {"role": "user"},
+        {"role": "user", "content": None},
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]},
         {"role": "assistant", "content": None, "reasoning": "hm"},
