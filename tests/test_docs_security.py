@@ -186,7 +186,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"| adapters | {lora_slots.MAX_ADAPTERS:,} served; {adapter_reader.MAX_PENDING} wait",
         f"| metadata of a GGUF file | {gguf_metadata.MAX_METADATA_BYTES // MIB} MiB, "
         f"{gguf_metadata.MAX_ELEMENTS:,} array elements; of an adapter "
-        f"{gguf_adapter.MAX_METADATA_BYTES // MIB} MiB",
+        f"{gguf_adapter.MAX_METADATA_BYTES // MIB} MiB, {gguf_adapter.MAX_ELEMENTS:,} array "
+        "elements",
         f"| adapter in GGUF | {gguf_adapter.MAX_FILE_BYTES // GIB} GiB, "
         f"{gguf_adapter.MAX_NUMBERS:,} numbers",
     ],

@@ -41,6 +41,16 @@ _NUMBER_TYPES = {
 T = TypeVar("T")
 
 
+class GgufLimits(NamedTuple):
+    """Limits of a file's directory, which is parsed under Python's lock."""
+
+    metadata_bytes: int = MAX_METADATA_BYTES
+    keys: int = MAX_KEYS
+    elements: int = MAX_ELEMENTS
+    """Elements of all arrays."""
+    tensors: int = MAX_TENSORS
+
+
 class GgufTensor(NamedTuple):
     """An entry of the tensor directory, with a view of its bytes in the mapped file."""
 
@@ -125,16 +135,14 @@ def open_gguf(path: Path) -> GgufFile:
         data: npt.NDArray[np.uint8] = np.memmap(path, mode="r", dtype=np.uint8)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
-    return parse_gguf(data, path)
+    return parse_gguf(data, path, GgufLimits())
 
 
-def parse_gguf(
-    data: npt.NDArray[np.uint8], path: Path, max_metadata_bytes: int = MAX_METADATA_BYTES
-) -> GgufFile:
+def parse_gguf(data: npt.NDArray[np.uint8], path: Path, limits: GgufLimits) -> GgufFile:
     """Read the directory in `data`, the bytes of a file that errors call `path`. Raises ConfigError
     like open_gguf."""
     try:
-        file = _Reader(data, path, max_metadata_bytes).read()
+        file = _Reader(data, path, limits).read()
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
     parts = file.value("split.count", int) or 1
@@ -146,11 +154,12 @@ def parse_gguf(
 class _Reader:
     """Reads a file from its beginning. Raises ValueError at the first invalid value."""
 
-    def __init__(self, data: npt.NDArray[np.uint8], path: Path, max_metadata_bytes: int) -> None:
+    def __init__(self, data: npt.NDArray[np.uint8], path: Path, limits: GgufLimits) -> None:
         self._path = path
+        self._limits = limits
         self._bytes = data
         self._view = data.data
-        self._max_offset = min(len(data), max_metadata_bytes)
+        self._max_offset = min(len(data), limits.metadata_bytes)
         self._offset = 0
         self._num_elements = 0
         self._order = "<"
@@ -165,8 +174,8 @@ class _Reader:
             version = int.from_bytes(version.to_bytes(4, "little"), "big")
         if version not in _VERSIONS:
             raise ValueError(f"it is of version {version}, which is none of 2 and 3")
-        num_tensors = self._count("tensors", MAX_TENSORS)
-        num_keys = self._count("keys", MAX_KEYS)
+        num_tensors = self._count("tensors", self._limits.tensors)
+        num_keys = self._count("keys", self._limits.keys)
         # Minimum bytes of a key (13) and of a tensor's entry (32): lengths, types and offsets.
         self._check_room("keys", num_keys, 13)
         metadata: dict[str, Any] = {}
@@ -232,10 +241,10 @@ class _Reader:
         size = 8 if kind == _STRING else struct.calcsize(f"<{_SCALARS[kind]}")
         self._check_room(f"elements in {shown(key)}", count, size)
         self._num_elements += count
-        if self._num_elements > MAX_ELEMENTS:
+        if self._num_elements > self._limits.elements:
             raise ValueError(
                 f"its arrays up to {shown(key)} have {self._num_elements} elements, at most "
-                f"{MAX_ELEMENTS} are read"
+                f"{self._limits.elements} are read"
             )
         if kind == _STRING:
             what = f"a text in {shown(key)}"

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import stat
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -181,7 +182,11 @@ def _not_whole(file: Path, reason: str) -> ConfigError:
 
 def _check_header_size(file: Path) -> int:
     """Offset of the first byte after the header."""
-    num_bytes = file.stat().st_size
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        # The open of a FIFO waits for a writer.
+        raise ConfigError(f"{file} cannot be read: it is no regular file")
+    num_bytes = status.st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
     room = min(max(num_bytes - _LENGTH_BYTES, 0), MAX_HEADER_BYTES)

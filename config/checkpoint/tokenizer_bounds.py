@@ -9,7 +9,7 @@ import binascii
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,11 @@ def check_tokenizer_file(path: Path) -> TokenizerBounds:
         raise ConfigError(f"{path} cannot be read: its values are nested too deeply") from None
 
 
+def check_added_tokens(path: Path, contents: Sequence[str]) -> None:
+    """Raise ConfigError if the added tokens in `path` exceed a limit."""
+    _Checker(path).check_added(contents)
+
+
 class _Checker:
     """Checks the parts of a tokenizer.json."""
 
@@ -123,11 +128,17 @@ class _Checker:
         has_long_tokens = is_unigram and longest > MAX_LINEAR_UNIGRAM_CHARACTERS
         return TokenizerBounds(growth, has_linear_patterns and not has_long_tokens)
 
+    def check_added(self, contents: Sequence[str]) -> int:
+        """The length of the longest added token. Raises ConfigError beyond a limit."""
+        self._at_most("added tokens", len(contents), MAX_ADDED_TOKENS)
+        self._at_most("characters of added tokens", sum(map(len, contents)), MAX_ADDED_CHARACTERS)
+        longest = max(map(len, contents), default=0)
+        self._at_most("characters in a token", longest, MAX_TOKEN_CHARACTERS)
+        return longest
+
     def _check_tokens(self, file: _File) -> int:
         """The length of the longest token."""
-        added = [token.content for token in file.added_tokens or ()]
-        self._at_most("added tokens", len(added), MAX_ADDED_TOKENS)
-        self._at_most("characters of added tokens", sum(map(len, added)), MAX_ADDED_CHARACTERS)
+        longest_added = self.check_added([token.content for token in file.added_tokens or ()])
         model = file.model or _Model()
         vocab = model.vocab
         tokens: Any = vocab if isinstance(vocab, dict) else ()
@@ -137,7 +148,7 @@ class _Checker:
         merges = msgspec.json.decode(model.merges, type=list[msgspec.Raw] | None)
         self._at_most("merges", len(merges or ()), MAX_MERGES)
         longest = max((len(token) for token in tokens if isinstance(token, str)), default=0)
-        longest = max(longest, max(map(len, added), default=0))
+        longest = max(longest, longest_added)
         self._at_most("characters in a token", longest, MAX_TOKEN_CHARACTERS)
         self._at_most(
             "characters in max_input_chars_per_word",

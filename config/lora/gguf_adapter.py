@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from config.checkpoint.gguf_families import FAMILIES, architecture_of
-from config.checkpoint.gguf_metadata import GgufFile, GgufTensor, parse_gguf
+from config.checkpoint.gguf_metadata import GgufFile, GgufLimits, GgufTensor, parse_gguf
 from config.checkpoint.gguf_tensors import MissingTensor, Part, Rows, Source, WeightSources
 from config.checkpoint.gguf_weights import write_stream
 from config.errors import ConfigError
@@ -34,6 +34,12 @@ MAX_NUMBERS = 2**31
 """Maximum number of elements of all matrices; each takes 4 bytes."""
 MAX_METADATA_BYTES = 16 * 2**20
 """Parsed under Python's lock. An adapter has about 20 keys, and 100 bytes for each tensor."""
+MAX_KEYS = 1_024
+MAX_ELEMENTS = 2**16
+"""Maximum number of elements of all arrays. An adapter has no vocabulary."""
+MAX_TENSORS_PER_MODULE = 8
+"""Maximum tensors of a file per module of the base model: two matrices for each of the projections
+that the checkpoint may merge."""
 
 _TABLE = "token_embd.weight"
 _EXPERTS = re.compile(r"blk\.[0-9]{1,9}\.ffn_[a-z_]+_exps\.weight")
@@ -68,7 +74,10 @@ def read_gguf_adapter(
     fit."""
     file = stored.name
     head = stored.read(0, MAX_METADATA_BYTES)
-    opened = parse_gguf(stored.data, Path(file), MAX_METADATA_BYTES)
+    limits = GgufLimits(
+        MAX_METADATA_BYTES, MAX_KEYS, MAX_ELEMENTS, MAX_TENSORS_PER_MODULE * len(base.modules)
+    )
+    opened = parse_gguf(stored.data, Path(file), limits)
     alpha = _checked_alpha(opened, file, base)
     _check_tensors(opened, file, base, max_rank)
     content = _read_tensors(stored, head, opened)

@@ -18,8 +18,6 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from jinja2 import TemplateError
-
 from config.error_frames import release_frames
 from config.errors import ConfigError, Overloaded, UserError
 from config.fair_threads import FairThreads
@@ -209,8 +207,8 @@ class ChatTemplate:
             return future.result(timeout=self._time_limit_s)
         except FutureTimeout:
             job.stop()
-        except (TemplateError, UserError, MemoryError, RecursionError):
-            pass
+        except Exception as error:  # templates are foreign code: the request will show the error
+            release_frames(error)
         return True
 
     def _source(self, template: str | None, tools: list[dict[str, Any]] | None) -> str:

@@ -16,6 +16,7 @@ from config.cache_folder import cache_errors, cache_path, check_own, check_room,
 from config.checkpoint.tokenizer_bounds import (
     MAX_TOKENIZER_BYTES,
     TokenizerBounds,
+    check_added_tokens,
     check_tokenizer_file,
 )
 from config.child_command import running
@@ -25,6 +26,7 @@ from config.model.special_tokens import read_object, special_tokens, token_text
 from config.native import NativePanic, panics_as_errors
 from config.owned_directory import OwnedDirectory
 from config.progress import Report, unreported
+from config.whole_files import read_limited
 from server.text.tiktoken_files import write_tokenizer
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
@@ -70,6 +72,9 @@ def read_text_files(path: str, cache_dir: Path) -> TextFiles:
     encoder.no_padding()
     named = special_tokens(folder, config)
     try:
+        added = (config.get("added_tokens_decoder") or {}).values()
+        contents = [entry["content"] for entry in added]
+        check_added_tokens(folder / "tokenizer_config.json", contents)
         with panics_as_errors():
             _mark_special(encoder, config, named)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, NativePanic) as error:
@@ -118,20 +123,27 @@ def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str
     the configuration lists."""
     known = {token.content: token for token in encoder.get_added_tokens_decoder().values()}
     added = config.get("added_tokens_decoder") or {}
+    # Each call of the library takes time that grows with the number of added tokens.
+    num_tokens, new = encoder.get_vocab_size(with_added_tokens=True), []
     for token_id, entry in sorted(added.items(), key=lambda item: int(item[0])):
-        at_the_end = int(token_id) == encoder.get_vocab_size(with_added_tokens=True)
-        if entry["content"] not in known and at_the_end:
+        if entry["content"] not in known and int(token_id) == num_tokens:
             token = AddedToken(**{k: v for k, v in entry.items() if k != "__type"})
-            encoder.add_tokens([token])
+            new.append(token)
             known[token.content] = token
+            # A token of the vocabulary keeps its id, and the library ignores an empty token.
+            num_tokens += token.content != "" and encoder.token_to_id(token.content) is None
+    encoder.add_tokens(new)
     more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     listed = more.values() if isinstance(more, dict) else more
     others = [content for token in listed if (content := token_text(token))]
-    for content in (*named.values(), *others):
-        if encoder.token_to_id(content) is not None and not (
-            content in known and known[content].special
-        ):
-            encoder.add_special_tokens([AddedToken(content, special=True, normalized=False)])
+    encoder.add_special_tokens(
+        [
+            AddedToken(content, special=True, normalized=False)
+            for content in dict.fromkeys((*named.values(), *others))
+            if encoder.token_to_id(content) is not None
+            and not (content in known and known[content].special)
+        ]
+    )
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
@@ -193,12 +205,10 @@ def _named_templates(stored: object, file: Path) -> dict[str, str]:
 
 def _text(file: Path) -> str:
     try:
-        with file.open("rb") as opened:
-            data = opened.read(MAX_JSON_BYTES + 1)
-        if len(data) > MAX_JSON_BYTES:
-            raise ConfigError(f"{file} is larger than the {MAX_JSON_BYTES} bytes that are read")
-        return data.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_limited(file, MAX_JSON_BYTES, takes_pipes=False).decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 

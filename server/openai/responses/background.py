@@ -60,14 +60,15 @@ class BackgroundResponse:
         if self._writer.has_ended:
             return
         # Stop the task first, so that it adds no output.
-        self.stop()
-        self._store_frames(await self._writer.cancelling())
-        self._entry.notify()
-
-    def stop(self) -> None:
         self._job.close()
         if self._task is not None:
             self._task.cancel()
+        # The followers need the last frames even if the client of this request disconnects.
+        self._task = asyncio.get_running_loop().create_task(self._end_cancelled())
+        await asyncio.shield(self._task)
+
+    async def _end_cancelled(self) -> None:
+        self._store_frames(await self._writer.cancelling())
         self._entry.notify()
 
     async def _run(self) -> None:

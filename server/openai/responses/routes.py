@@ -187,7 +187,9 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
     async def delete_response(request: Request, response_id: str) -> Response:
         if (peer := state.peers.peer_of(number_of(response_id))) is not None:
             return ForwardedResponse(peer, request)
-        store.remove(_entry(store, request, response_id))
+        entry = _entry(store, request, response_id)
+        store.remove(entry)
+        await entry.cancel()
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @router.post(f"{path}/cancel", summary="Cancel a background response")
@@ -197,8 +199,7 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
         entry = _entry(store, request, response_id)
         if not entry.is_background:
             raise UserError("only a response that was created with background can be cancelled")
-        if entry.running is not None:
-            await entry.running.cancel()
+        await entry.cancel()
         return await _stored_answer(entry)
 
     @router.get(f"{path}/input_items", summary="The input items of a response, in pages")

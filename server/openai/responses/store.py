@@ -121,10 +121,6 @@ class RunningResponse(Protocol):
         """End the response with status cancelled, unless it is already ending."""
         ...
 
-    def stop(self) -> None:
-        """End it now without further events."""
-        ...
-
 
 @dataclass(slots=True)
 class StoredResponse:
@@ -154,6 +150,11 @@ class StoredResponse:
         """Wake all tasks that wait for a change."""
         changed, self.has_changed = self.has_changed, asyncio.Event()
         changed.set()
+
+    async def cancel(self) -> None:
+        """Cancel the response if it runs."""
+        if self.running is not None:
+            await self.running.cancel()
 
 
 class Followers:
@@ -240,6 +241,7 @@ class ResponseStore:
         self.num_bytes += entry.input_history.acquire()
         if not self._evict():
             self.remove(entry)
+            entry.running = None
             raise Overloaded(f"{len(self._entries)} responses run in the background")
 
     def add_bytes(self, entry: StoredResponse, num_bytes: int) -> None:
@@ -255,10 +257,10 @@ class ResponseStore:
         """Store the ended response in `entry`, whether new or running. No effect if a background
         response was removed from the store or `entry` has already ended; a response larger than the
         store is removed."""
+        entry.running = None
         was_stored = entry.id in self._entries
         if entry.data or (entry.is_background and not was_stored):
             return
-        entry.running = None
         entry.status = response.status
         entry.data = response.data
         if not was_stored:
@@ -277,15 +279,12 @@ class ResponseStore:
         self._schedule_expiry()
 
     def remove(self, entry: StoredResponse) -> None:
-        """Remove a response and stop it if it runs. Safe to call twice."""
+        """Remove a response. If it runs, the caller cancels it. Safe to call twice."""
         if self._entries.pop(entry.id, None) is None:
             return
         self.num_bytes -= entry.num_bytes + entry.input_history.release()
         if entry.full_history is not None:
             self.num_bytes -= entry.full_history.release()
-        running, entry.running = entry.running, None
-        if running is not None:
-            running.stop()
 
     def _count_bytes(self, entry: StoredResponse, num_bytes: int) -> None:
         entry.num_bytes += num_bytes

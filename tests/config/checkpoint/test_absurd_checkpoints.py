@@ -90,6 +90,19 @@ def _sparse(folder: Path, name: str, begin: bytes = b"") -> None:
         file.truncate(SPARSE_BYTES)
 
 
+def _pipe(folder: Path, name: str) -> None:
+    """A named pipe without a writer; it is the only weights if it is a safetensors file."""
+    if name.endswith(".safetensors"):
+        (folder / WEIGHTS).unlink()
+    (folder / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(folder / name)
+
+
+def _added(count: int, text: str = "x", first: int = 320) -> dict[str, Any]:
+    """An added_tokens_decoder of `count` tokens."""
+    return {str(first + number): {"content": f"{text}{number}"} for number in range(count)}
+
+
 def _index(folder: Path, name: str) -> None:
     content = json.dumps({"weight_map": {"model.norm.weight": name}})
     (folder / "model.safetensors.index.json").write_text(content)
@@ -234,6 +247,26 @@ ATTACKS: dict[str, tuple[Spoil, str]] = {
         partial(_set, name="tokenizer_config.json", added_tokens_decoder={"x": 5}),
         "the added or special tokens in .* have another form",
     ),
+    "number of added tokens": (
+        partial(_set, name="tokenizer_config.json", added_tokens_decoder=_added(66_000)),
+        "tokenizer_config.json has 66000 added tokens, at most 65536 are allowed",
+    ),
+    "length of an added token": (
+        partial(_set, name="tokenizer_config.json", added_tokens_decoder=_added(1, "x" * 5_000)),
+        "tokenizer_config.json has 5001 characters in a token, at most 4096 are allowed",
+    ),
+    "weights in a pipe": (
+        partial(_pipe, name=WEIGHTS),
+        "model.safetensors cannot be read: it is no regular file",
+    ),
+    "shard in a pipe": (
+        partial(_pipe, name="model-1.safetensors"),
+        "model-1.safetensors cannot be read: it is no regular file",
+    ),
+    "template in a pipe": (
+        partial(_pipe, name="additional_chat_templates/x.jinja"),
+        "x.jinja cannot be read: it is no regular file",
+    ),
     "templates": (
         partial(_set, name="tokenizer_config.json", chat_template=[5]),
         "holds 5, it must be a text, or a list of objects",
@@ -251,6 +284,24 @@ def test_an_absurd_checkpoint_is_refused_in_one_sentence(folder: Path, attack: s
 
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 1000
+
+
+def test_many_added_tokens_take_little_time_and_get_their_ids(folder: Path) -> None:
+    first = read_text_files(str(folder), folder).encoder.get_vocab_size(with_added_tokens=True)
+    added = _added(60_000, first=first)
+    # The second token ends the row: it is in the vocabulary, so the id of the third is too large.
+    kept = {str(first): {"content": "new"}, str(first + 1): {"content": "a"}}
+    tail = {str(first + 2): {"content": "late"}}
+    _set(folder, "tokenizer_config.json", added_tokens_decoder=added)
+    with _in_seconds(2.0):
+        encoder = read_text_files(str(folder), folder).encoder
+    assert [encoder.token_to_id(f"x{number}") for number in range(60_000)] == list(
+        range(first, first + 60_000)
+    )
+
+    _set(folder, "tokenizer_config.json", added_tokens_decoder={**kept, **tail})
+    encoder = read_text_files(str(folder), folder).encoder
+    assert (encoder.token_to_id("new"), encoder.token_to_id("late")) == (first, None)
 
 
 def _text(text: str) -> bytes:

@@ -342,6 +342,30 @@ def test_a_large_file_with_a_wrong_header_is_refused_without_reading_it(
     assert time.perf_counter() - began_s < 1.0
 
 
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (
+            struct.pack("<QQ", 0, 1) + struct.pack("<QsIIQ", 1, b"a", 9, 8, 2**20),
+            "up to 'a' have 1048576 elements, at most 65536 are read",
+        ),
+        (struct.pack("<QQ", 2**17, 0), "131072 tensors, at most 128 are read"),
+        (struct.pack("<QQ", 0, 2**16), "65536 keys, at most 1024 are read"),
+    ],
+    ids=["texts", "tensors", "keys"],
+)
+def test_a_header_that_takes_long_to_parse_is_refused_by_its_counts(
+    header: bytes, message: str, llama: BaseModules, tmp_path: Path
+) -> None:
+    begin = b"GGUF" + struct.pack("<I", 3) + header
+    file = sparse_file(tmp_path / "a.gguf", begin, 2**24)
+
+    began_s = time.process_time()
+    with pytest.raises(ConfigError, match=message):
+        load(file, llama)
+    assert time.process_time() - began_s < 0.5
+
+
 def test_a_file_with_too_many_weights_is_refused_without_reading_them(
     llama: BaseModules, tmp_path: Path
 ) -> None:

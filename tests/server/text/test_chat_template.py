@@ -416,8 +416,29 @@ async def test_what_a_template_refuses_is_the_callers_error() -> None:
     assert caught.value.param == "messages"
 
 
+UNCOMPILED = {
+    "digits": "{{ %s }}" % ("9" * 100_000),
+    "hexadecimal": "{{ 0x%s }}" % ("f" * 1_000_000),
+    "loops": "{% for a in messages %}" * 30 + "{% endfor %}" * 30,
+}
+"""Templates that the interpreter does not compile."""
+
+
+@pytest.mark.parametrize("name", UNCOMPILED)
+async def test_a_model_s_template_that_does_not_compile_is_an_error_of_requests(name: str) -> None:
+    template = ours(UNCOMPILED[name])
+
+    assert not template.uses_generic_tools()
+    with pytest.raises(UserError, match="chat template does not take this"):
+        await template.render(HELLO)
+
+
 @pytest.mark.parametrize(
-    "broken", ["{% for", "{{ messages.x.y }}", "{{ ''.__class__.__mro__ }}", "{{ 1 / 0 }}"]
+    "broken",
+    [
+        *("{% for", "{{ messages.x.y }}", "{{ ''.__class__.__mro__ }}", "{{ 1 / 0 }}"),
+        UNCOMPILED["digits"],
+    ],
 )
 async def test_broken_and_prying_templates_are_the_callers_error(broken: str) -> None:
     with pytest.raises(UserError, match="chat template does not take this"):

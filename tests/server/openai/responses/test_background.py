@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any, cast
 
@@ -156,6 +156,11 @@ async def test_its_stream_goes_on_without_its_reader_and_can_be_taken_up_again()
         assert error["message"].startswith("stream is ") and "'perhaps'" in error["message"]
 
 
+async def last_event(lines: AsyncIterator[str]) -> str:
+    """The last line of a stream that has an event."""
+    return [line async for line in lines if line.startswith("data:")][-1]
+
+
 async def test_followers_hear_that_it_was_cancelled_or_deleted() -> None:
     client, serving = endless()
     async with serving as rig:
@@ -166,15 +171,17 @@ async def test_followers_hear_that_it_was_cancelled_or_deleted() -> None:
                 lines = stream.aiter_lines()
                 await anext(lines)
                 path = f"{ROUTE}/{json.loads((await anext(lines))[6:])['response']['id']}"
-                if end == "cancel":
-                    await rig.post(f"{path}/cancel", {})
-                else:
-                    await rig.http.delete(path)
-                ends.append([line async for line in lines if line.startswith("data:")][-1])
+                async with AsyncExitStack() as stack:
+                    follower = await follow(rig, path, stack)
+                    if end == "cancel":
+                        await rig.post(f"{path}/cancel", {})
+                    else:
+                        await rig.http.delete(path)
+                    ends += [await last_event(lines), await last_event(follower.aiter_lines())]
 
-        assert json.loads(ends[0][6:])["response"]["status"] == "cancelled"
-        assert json.loads(ends[0][6:])["type"] == "response.incomplete"
-        assert json.loads(ends[1][6:])["type"] != "response.completed"
+        events = [json.loads(line[6:]) for line in ends]
+        assert [event["type"] for event in events] == ["response.incomplete"] * 4
+        assert [event["response"]["status"] for event in events] == ["cancelled"] * 4
         assert len(client.aborted) == 2
 
 
@@ -282,6 +289,25 @@ async def test_a_cancel_while_the_end_is_encoded_changes_nothing(
         assert threads.are_main == [False]
 
 
+async def test_followers_get_the_end_that_was_encoded_when_the_response_was_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = EndingThreads(monkeypatch)
+    threads.gate.clear()
+    async with on_port(TalkingClient(TEXT * 20)) as rig, AsyncExitStack() as stack:
+        path = await started_stream(rig, **LONG)
+        follower = await follow(rig, path, stack)
+        await until(lambda: threads.are_main)
+
+        await rig.http.delete(path)
+        threads.gate.set()
+        lines = (await follower.aread()).decode().strip().splitlines()
+
+        assert json.loads(lines[-1][6:])["type"] == "response.completed"
+        assert (await rig.http.get(path)).status_code == 404
+        assert threads.are_main == [False]
+
+
 async def test_replays_of_a_long_stream_take_turns_with_other_requests() -> None:
     events = [b"data: %d %s\n\n" % (number, b"x" * 200) for number in range(3_000)]
     entry = StoredResponse("resp_1", "owner", ItemHistory(b"[]", None), events=events)
@@ -316,9 +342,9 @@ async def test_replays_of_a_long_stream_take_turns_with_other_requests() -> None
     assert num_beats >= 150 * num_pieces / (2 * MAX_PER_ITERATION)
 
 
-async def started_stream(rig: Rig) -> str:
+async def started_stream(rig: Rig, **fields: Any) -> str:
     """The path of a response in the background, whose stream is kept."""
-    body = {"input": "hi", "background": True, "stream": True}
+    body = {"input": "hi", "background": True, "stream": True, **fields}
     async with rig.http.stream("POST", ROUTE, json=body) as stream:
         lines = stream.aiter_lines()
         await anext(lines)

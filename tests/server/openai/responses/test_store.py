@@ -23,9 +23,7 @@ class Clock:
 
 
 class Work:
-    """A response that runs until it is stopped."""
-
-    is_stopped = False
+    """A response that runs until it is cancelled."""
 
     def fields(self) -> dict[str, Any]:
         return {}
@@ -33,10 +31,7 @@ class Work:
     num_values = 0
 
     async def cancel(self) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        self.is_stopped = True
+        pass
 
 
 def item(text: str) -> dict[str, Any]:
@@ -167,7 +162,6 @@ async def test_what_runs_is_never_evicted_and_counts() -> None:
 
     assert [store.get(work.id, "owner") for work in works] == works
     assert len(store) == 2
-    assert not any(work.running.is_stopped for work in works)  # type: ignore[union-attr]
 
 
 async def test_what_runs_may_not_outgrow_the_store() -> None:
@@ -183,16 +177,15 @@ async def test_what_runs_may_not_outgrow_the_store() -> None:
     assert len(store) == 1
 
 
-async def test_what_is_deleted_while_it_runs_is_stopped_and_does_not_come_back() -> None:
+async def test_what_is_deleted_while_it_runs_does_not_come_back() -> None:
     store = ResponseStore(100, 10**6, 60)
     work = running("a")
-    stopped = work.running
     store.add_running(work)
 
     store.remove(store.get("a", "owner"))
     store.finish(work, ended_response({"status": "completed", "output": []}))
 
-    assert isinstance(stopped, Work) and stopped.is_stopped
+    assert work.running is None
     assert len(store) == 0 and store.num_bytes == 0
 
 
