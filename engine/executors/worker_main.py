@@ -192,6 +192,10 @@ def _serve(
             in_flight.append(sends_results or bool(message.loaded_blocks))
             plan_is_due = time.monotonic() + PLAN_DUE_S
         elif isinstance(message, WorkerCall):
+            if message.name == WARM_UP_NEXT:
+                # The engine has all results, but this rank may be behind the rank that sent them.
+                while in_flight:
+                    _finish_step(worker, channel, sends=in_flight.popleft())
             _answer(worker, message, channel)
         elif message is not None:
             worker.handle(message)

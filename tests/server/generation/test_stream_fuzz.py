@@ -10,7 +10,7 @@ from http_rig import THINKING_TEMPLATE, Rig, TalkingClient, in_memory
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from server.http.sse import Envelope, json_line, json_text, named_frame
+from server.http.sse import Envelope, json_line, named_frame
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 FUNCTION = {"name": "now", "parameters": {"type": "object"}}
@@ -130,7 +130,7 @@ def test_every_frame_is_one_event_whatever_it_holds(text: str, extra: dict[str, 
     envelope = Envelope("kind", text, 1, text, "fp")
     value = {**extra, "type": "t", "text": text}
     frames = [
-        envelope.chunk(b'{"text":' + json_text(text) + b"}", {"usage": extra}),
+        envelope.chunk(b'{"text":' + json_line(text) + b"}", {"usage": extra}),
         envelope.chunk(json_line(extra)),
     ]
 
