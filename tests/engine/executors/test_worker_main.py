@@ -11,7 +11,17 @@ from engine_rig import counting_config
 
 from engine.executors import worker_main as child
 from engine.transport.channels import Waiter, ZmqContext, endpoint
-from hpu.protocol import SINGLE_RANK, FromWorker, StepPlan, StepResult, WarmupProgress
+from hpu.protocol import (
+    SINGLE_RANK,
+    WARM_UP_NEXT,
+    FromWorker,
+    StepPlan,
+    StepResult,
+    ToWorker,
+    WarmedBuckets,
+    WarmupProgress,
+    WorkerCall,
+)
 
 LAST = 99
 
@@ -91,6 +101,52 @@ def test_a_plan_that_comes_while_another_runs_is_launched_before_that_one_is_don
     assert launched == [0, 1, 2]
     assert steps == [1, 2]
     assert not thread.is_alive()
+
+
+class SilentDevice(HeldDevice):
+    """A device that tells of no finished step before `collect`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.finish()
+        self.num_running_at_warmup: list[int] = []
+
+    def has_result(self) -> bool:
+        return False
+
+    def idle(self) -> WarmedBuckets | None:
+        self.num_running_at_warmup.append(len(self._running))
+        return None
+
+
+class ListedMessages:
+    """A channel on which the messages of a list arrive, whatever the worker does."""
+
+    def __init__(self, *messages: ToWorker) -> None:
+        self._messages = deque(messages)
+        self.sent: list[FromWorker] = []
+
+    def clear_wake(self) -> None:
+        pass
+
+    def receive(self) -> ToWorker:
+        return self._messages.popleft()
+
+    def send(self, message: FromWorker) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("sends_results", [True, False])
+def test_a_plan_in_flight_is_finished_before_a_bucket_is_warmed_up(sends_results: bool) -> None:
+    # Without `sends_results`, another rank has sent the result: the engine has nothing in flight.
+    warm_up = WorkerCall(WARM_UP_NEXT)
+    channel: Any = ListedMessages(StepPlan(0, []), warm_up, StepPlan(LAST, []))
+    device: Any = SilentDevice()
+    with pytest.raises(Ended):
+        child._serve(device, channel, 2, sends_results=sends_results)
+    assert device.num_running_at_warmup == [0]
+    kinds = [type(message) for message in channel.sent]
+    assert kinds == ([StepResult] if sends_results else []) + [WarmedBuckets]
 
 
 def _work(zmq_context: ZmqContext, orders: child.WorkerOrders, device: HeldDevice) -> None:
