@@ -149,14 +149,19 @@ class Warmup:
             self._log_not_captured(self._left_out)
         return [bucket] if fits else []
 
+    @property
+    def _compiles(self) -> bool:
+        """Whether each bucket has compiled recipes or a graph."""
+        return self._graphs.captures or self._backend.compiles
+
     def _skip(self, buckets: list[Bucket]) -> list[Bucket]:
-        if buckets and (self._graphs.captures or self._backend.compiles):
+        if buckets and self._compiles:
             logger.warning(
                 "Warm-up is skipped: each of %d buckets is compiled by the first request that "
                 "needs it",
                 len(buckets),
             )
-        if self._graphs.captures:
+        if self._compiles:
             for bucket in buckets:
                 self._input_buffers.prepare(bucket)
         self._graphs.on_demand = True
@@ -253,7 +258,7 @@ class Warmup:
         return True
 
     def _prepare_inputs(self, bucket: Bucket) -> None:
-        if self._graphs.captures and self._pads:
+        if self._compiles and self._pads:
             self._input_buffers.prepare(bucket)
 
     def _run_all(self, order: list[Bucket], progress: "_Progress") -> list[Bucket]:

@@ -20,6 +20,7 @@ from hpu.backends.gaudi import GaudiBackend
 from hpu.models.decoder import Decoder
 from hpu.protocol import DECODE, PREFILL, Bucket, WarmupProgress
 from hpu.runner.counters import Counters
+from hpu.runner.input_buffers import InputBufferPool
 from hpu.warmup.warmup import Warmup
 from hpu.worker.build import make_runner, make_sampler
 from hpu.worker.load import load
@@ -60,9 +61,9 @@ class CompilingCard(CapturedCard):
 
 
 def warmed(
-    folder: Path, card: CompilingCard, **settings: Any
-) -> tuple[list[Bucket], list[WarmupProgress]]:
-    """(usable buckets, progress) of a warm-up."""
+    folder: Path, card: CompilingCard, *, captures: bool = True, **settings: Any
+) -> tuple[list[Bucket], list[WarmupProgress], InputBufferPool[Any]]:
+    """(usable buckets, progress, input buffers) of a warm-up."""
     config = EngineConfig(
         str(folder),
         dtype="float32",
@@ -79,11 +80,11 @@ def warmed(
         loaded.model.register_forward_pre_hook(card.note)
         sampler, table = make_sampler(loaded), loaded.bucket_table(16)
         parts = make_runner(
-            loaded, sampler, Counters(), num_blocks=16, captures=True, graph_bytes=1 << 20
+            loaded, sampler, Counters(), num_blocks=16, captures=captures, graph_bytes=1 << 20
         )
         pools = parts.runner, parts.graphs, parts.input_buffers
         ready = Warmup(*pools, card, config.warmup, 16).start(table, progress.append)
-    return ready, progress
+    return ready, progress, parts.input_buffers
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_bucket_is_compiled_after_the_largest_have_run_and_then_runs(folder: Path) -> None:
     card = CompilingCard()
 
-    ready, progress = warmed(folder, card)
+    ready, progress, _ = warmed(folder, card)
 
     first = [only for only, _ in card.passes].index(True)
     compiled = [shape for only, shape in card.passes if only]
@@ -108,7 +109,7 @@ def test_every_bucket_is_compiled_after_the_largest_have_run_and_then_runs(folde
 def test_nothing_is_only_compiled_where_it_is_turned_off(folder: Path) -> None:
     card = CompilingCard()
 
-    ready, _ = warmed(folder, card, compile_only=False)
+    ready, _, _ = warmed(folder, card, compile_only=False)
 
     assert ready and not any(only for only, _ in card.passes)
 
@@ -118,11 +119,24 @@ def test_an_error_of_the_compiler_ends_the_pass_and_the_next_pass_names_the_buck
 ) -> None:
     card = CompilingCard(refused=64)
 
-    ready, progress = warmed(folder, card)
+    ready, progress, _ = warmed(folder, card)
 
     assert {bucket[0] for bucket in ready} == {PREFILL, DECODE}
     assert any("compiled one by one" in text and REFUSED in text for text in caplog.messages)
     assert progress[-1].done == progress[-1].total
+
+
+@pytest.mark.parametrize("mode", ["full", "skip"])
+@pytest.mark.parametrize("captures", [True, False])
+def test_input_buffers_of_all_buckets_are_there_before_the_first_request(
+    folder: Path, captures: bool, mode: str
+) -> None:
+    ready, _, input_buffers = warmed(folder, CompilingCard(), captures=captures, mode=mode)
+
+    kept = [input_buffers.get(bucket) for bucket in ready]
+    input_buffers.drop_dynamic()
+    assert [input_buffers.get(bucket) for bucket in ready] == kept
+    assert all(buffers.is_static for buffers in kept)
 
 
 def test_the_mode_of_the_vendor_compiles_and_leaves_tensors_as_they_were() -> None:
