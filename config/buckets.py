@@ -1,6 +1,6 @@
 """BucketConfig: which padded shapes a server prepares; hpu/bucketing makes the lists."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from config.errors import ConfigError
 from config.setting import check_settings, is_count, metadata, setting
@@ -104,6 +104,36 @@ class BucketConfig:
     )
 
     @property
+    def ranges(self) -> dict[str, Range]:
+        """Flag name -> range of each dimension."""
+        return {
+            "prompt-bs": self.prompt_batch,
+            "prompt-query": self.prompt_query,
+            "prompt-ctx": self.prompt_context,
+            "decode-bs": self.decode_batch,
+            "decode-block": self.decode_blocks,
+        }
+
+    def resolved(self, default: str) -> "BucketConfig":
+        """These settings with `auto` replaced by the strategy `default`, or by a strategy that
+        reads the configured ranges if `default` does not read them. `exact` has no ranges."""
+        if self.strategy != "auto":
+            return self
+        if default == "exact":
+            return BucketConfig(strategy=default, images=self.images)
+        ignored = self.ignored_ranges(default)
+        return replace(self, strategy=_reader(ignored) if ignored else default)
+
+    def ignored_ranges(self, strategy: str) -> list[str]:
+        """Flags of configured ranges that `strategy` does not read."""
+        return [
+            f"--{name}-bucket-{part.replace('_', '-')}"
+            for name, given in self.ranges.items()
+            for part in ("min", "step", "max", "pad_max", "pad_percent")
+            if getattr(given, part) is not None and not _is_read(strategy, name, part, given)
+        ]
+
+    @property
     def image_sizes(self) -> tuple[int, ...]:
         """Launch sizes given in `images`; empty: the model's defaults."""
         if self.images.lower() in AUTOMATIC:
@@ -128,3 +158,31 @@ class BucketConfig:
                 f"--bucketing-strategy is {self.strategy!r} and --bucketing-traffic is "
                 f"{self.traffic!r}: only the strategy 'fitted' has a traffic"
             )
+        ignored = [] if self.strategy == "auto" else self.ignored_ranges(self.strategy)
+        if ignored:
+            raise ConfigError(
+                f"--bucketing-strategy is {self.strategy!r}, which does not read "
+                f"{' and '.join(ignored)}: leave out the ranges, or use the strategy "
+                f"{_reader(ignored)!r}"
+            )
+
+
+def _reader(ignored: list[str]) -> str:
+    """The strategy that reads the flags `ignored`."""
+    return "padding-aware" if any("-pad-" in flag for flag in ignored) else "linear"
+
+
+def _is_read(strategy: str, name: str, part: str, given: Range) -> bool:
+    """Whether `strategy` reads `part` of the range `given` of the dimension `name`."""
+    if strategy == "padding-aware":
+        return True
+    if part in ("pad_max", "pad_percent"):
+        return False
+    if strategy == "exponential-v3" and (name, part) in (
+        ("prompt-query", "min"),
+        ("prompt-ctx", "max"),
+    ):
+        # Queries from 1 token, and the largest additional context.
+        return name == "prompt-ctx" or given.min == 1
+    # The maximum also limits the prompts of a launch (config/loading/sources.py).
+    return strategy == "linear" or (name, part) == ("prompt-bs", "max")

@@ -43,6 +43,8 @@ from config.server import ServerConfig
 from config.whole_files import read_limited
 
 DEFAULT = "default"
+MAX_LINEAR_BATCH = 64
+"""Largest default of --max-prefill-batch with the strategy linear."""
 MAX_FILE_BYTES = 128 * 2**10
 """Maximum size of the --config file."""
 MAX_FILE_KEYS = 1000
@@ -149,6 +151,12 @@ def _merge(
     if max_prompts[0] is not None:
         # Larger batches have no bucket. vLLM's plug-in has a single setting for both.
         values.setdefault("max-prefill-batch", max_prompts)
+    elif values.get("bucketing-strategy", ("",))[0] == "linear":
+        # The default of the Gaudi README of vLLM's fork.
+        max_num_seqs, _ = values.get("max-num-seqs", (SchedulerConfig().max_num_seqs, DEFAULT))
+        if isinstance(max_num_seqs, int):
+            most = (min(max_num_seqs, MAX_LINEAR_BATCH), values["bucketing-strategy"][1])
+            values.setdefault("max-prefill-batch", most)
     contiguous = values.get("contiguous-pa", (None, ""))
     if contiguous[0] is True:
         # vLLM's plug-in does the same.

@@ -1,7 +1,6 @@
 """Reports on a bucket table: its size, its padding for a traffic, heat maps, a bucket file."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from config.buckets import BucketConfig
@@ -64,9 +63,7 @@ def fit_buckets(config: EngineConfig, traffic_file: str, num_graphs: int) -> Buc
 
 def planned_table(config: EngineConfig, *, has_windows: bool = False) -> BucketTable:
     """The table of the strategy in `config`; "auto" means the strategy of a Gaudi."""
-    buckets = config.buckets
-    if buckets.strategy == "auto":
-        buckets = replace(buckets, strategy=GAUDI_STRATEGY)
+    buckets = config.buckets.resolved(GAUDI_STRATEGY)
     if buckets.strategy == "exact":
         raise ConfigError("the strategy 'exact' pads nothing and has 0 buckets to show")
     return BucketTable.make(buckets, planned_limits(config, has_windows=has_windows))

@@ -163,7 +163,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     demand = with_companions(demand, config, facts)
     card = plan_card(facts, demand)
     table = _table(facts, config, card) if card.fits else None
-    strategy = GAUDI_STRATEGY if config.buckets.strategy == "auto" else config.buckets.strategy
+    strategy = config.buckets.resolved(GAUDI_STRATEGY).strategy
     notes = []
     if facts.is_quantized and facts.quantization is None:
         if not has_packed_experts(facts):

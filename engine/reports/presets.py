@@ -65,10 +65,8 @@ def make_preset(
         max_model_len, facts, allows_longer=config.allow_long_max_model_len
     )
     length = wanted
-    quick = config
-    if config.buckets.strategy == "auto":
-        # Fitted buckets take seconds for each plan, and are not more than these.
-        quick = replace(config, buckets=replace(config.buckets, strategy="exponential-v3"))
+    # Fitted buckets take seconds for each plan, and are not more than those of exponential-v3.
+    quick = replace(config, buckets=config.buckets.resolved("exponential-v3"))
     while True:
         plans = [
             found

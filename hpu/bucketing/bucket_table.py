@@ -65,7 +65,16 @@ class BucketTable:
         if config.strategy == "exact":
             return cls([], [], limits, exact=True)
         prompts, decodes = generate_buckets(config, limits)
-        prompts = [shape for shape in prompts if _fits_budget(shape, limits)]
+        prompts, too_long = _within_budget(prompts, limits)
+        if config.strategy == "file" and too_long:
+            logger.warning(
+                "%d buckets of %s are left out: a step computes %d new tokens, and the longest has "
+                "%d: raise --max-num-batched-tokens to use them",
+                len(too_long),
+                config.file,
+                limits.max_num_batched_tokens,
+                max(batch * query for batch, query, _ in too_long),
+            )
         if limits.merged_prefill:
             prompts = [(1, query, blocks) for _, query, blocks in prompts]
         if limits.is_pooling:
@@ -200,11 +209,12 @@ class BucketTable:
         )
 
 
-def _fits_budget(shape: Shape, limits: BucketLimits) -> bool:
-    """Whether the shape is within the token budget, rounded up to a block."""
-    batch, query, _ = shape
+def _within_budget(shapes: list[Shape], limits: BucketLimits) -> tuple[list[Shape], list[Shape]]:
+    """(shapes within the token budget of a step, other shapes). The budget is rounded up to a
+    block."""
     budget = limits.block_size * math.ceil(limits.max_num_batched_tokens / limits.block_size)
-    return batch == 1 or batch * query <= budget
+    within = [shape for shape in shapes if shape[0] * shape[1] <= budget]
+    return within, [shape for shape in shapes if shape[0] * shape[1] > budget]
 
 
 def _cover_prompts(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:

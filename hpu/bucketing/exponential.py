@@ -49,12 +49,25 @@ def num_points(high: int) -> int:
     return math.ceil(math.log2(high)) + 1 if high > 1 else 1
 
 
+def exponential_prompt_axes(limits: BucketLimits) -> tuple[Axis, Axis]:
+    """(batch, query) axes of prompts by the older rules."""
+    block, max_len, max_batch = limits.block_size, limits.max_model_len, limits.max_prefill_batch
+    return (1, 1, max_batch, num_points(max_batch)), (block, block, max_len, num_points(max_len))
+
+
+def exponential_decode_axes(limits: BucketLimits) -> tuple[Axis, Axis]:
+    """(batch, blocks) axes of decodes by the older rules."""
+    block, max_batch, most = limits.block_size, limits.max_num_seqs, limits.num_blocks
+    return (1, 1, max_batch, num_points(max_batch)), (block, block, most, num_points(most))
+
+
 def exponential_prompts(limits: BucketLimits) -> list[Shape]:
     """Prompt buckets of the older rules, with tokens (including cached context) within the budget.
     With prefix caching: every number of cached blocks that fits with the query."""
-    block, max_len, max_batch = limits.block_size, limits.max_model_len, limits.max_prefill_batch
-    batches = exponential_points(1, 1, max_batch, num_points(max_batch), fill=True)
-    queries = exponential_points(block, block, max_len, num_points(max_len), fill=True)
+    block, max_len = limits.block_size, limits.max_model_len
+    batches, queries = (
+        exponential_points(*axis, fill=True) for axis in exponential_prompt_axes(limits)
+    )
     shapes = []
     for batch, query in itertools.product(batches, queries):
         max_context = max((max_len - query) // block, 0) if limits.prefix_caching else 0
@@ -68,12 +81,9 @@ def exponential_prompts(limits: BucketLimits) -> list[Shape]:
 
 def exponential_decodes(limits: BucketLimits) -> list[Shape]:
     """Decode buckets of the older rules: every combination of batch and total blocks."""
-    block, max_batch, max_blocks = limits.block_size, limits.max_num_seqs, limits.num_blocks
-    batches = exponential_points(1, 1, max_batch, num_points(max_batch), fill=True)
-    exact_last = not limits.prefix_caching
-    blocks = exponential_points(
-        block, block, max_blocks, num_points(max_blocks), fill=True, exact_last=exact_last
-    )
+    batch_axis, block_axis = exponential_decode_axes(limits)
+    batches = exponential_points(*batch_axis, fill=True)
+    blocks = exponential_points(*block_axis, fill=True, exact_last=not limits.prefix_caching)
     return [(batch, 1, n) for batch, n in itertools.product(batches, blocks)]
 
 

@@ -26,8 +26,9 @@ def read_bucket_file(path: str) -> Shapes:
 def parse_buckets(text: str, name: str = "bucket file") -> Shapes:
     """(prompt, decode) shapes of a text with lines of `(batch, query, blocks)`.
 
-    Each of the three is a number, a list, or range(start, end[, step]) with exclusive end; a line
-    means all combinations. A query of 1 is a decode bucket. `#` starts a comment.
+    Each of the three is a number, a list, or range(start, end[, step]), which includes the end if
+    it is a multiple of the step away, like the example of the plug-in's page; a line means all
+    combinations. A query of 1 is a decode bucket. `#` starts a comment.
     """
     prompts: dict[Shape, None] = {}
     decodes: dict[Shape, None] = {}
@@ -72,6 +73,8 @@ def _parse_axis(node: ast.expr) -> list[int]:
     ):
         arguments = [value for argument in node.args for value in _parse_axis(argument)]
         values = range(*arguments)
+        if len(arguments) > 1 and values and values[-1] + values.step == values.stop:
+            values = range(values.start, values.stop + values.step, values.step)
         if not 0 < len(values) <= MAX_RANGE_VALUES:
             raise ValueError(f"a range has {len(values)} values, 1 to {MAX_RANGE_VALUES} will do")
         return list(values)

@@ -1,9 +1,12 @@
 """Strategies `linear` and `padding-aware`: every combination of points on user-configurable ranges.
 `linear` takes all multiples of a step, `padding-aware` as few points as its padding limits allow.
+
+The defaults of `linear` are those of the Gaudi README of vLLM's fork.
 """
 
 import itertools
 import math
+from dataclasses import replace
 
 from config.buckets import BucketConfig, Range
 from hpu.bucketing.cost import Shapes
@@ -11,25 +14,47 @@ from hpu.bucketing.exponential import possible_decodes
 from hpu.protocol import BucketLimits
 
 PAD_PERCENT = 25
+MAX_BATCH_STEP = 32
+"""Largest default step of batches."""
+
+Axes = dict[str, tuple[int, ...]]
+"""Name of a dimension -> (min, step, max), for `padding-aware` also pad_max and pad_percent."""
+
+
+def range_axes(config: BucketConfig, limits: BucketLimits) -> tuple[Axes, Axes]:
+    """Dimensions of prompts and of decodes, with the configured ranges. No query is longer than the
+    token budget of a step."""
+    is_linear = config.strategy == "linear"
+    axis = _linear_axis if is_linear else _padding_axis
+    block = limits.block_size
+    max_query = block * math.ceil(limits.max_query / block)
+    batch_step = min(limits.max_num_seqs, MAX_BATCH_STEP)
+    # Without prefix caching, only later chunks of a prompt have a context. The table adds a bucket
+    # of each query for them.
+    context = 0 if is_linear and not limits.prefix_caching else limits.blocks_per_seq
+    chunk_blocks = math.ceil(limits.max_num_batched_tokens / block)
+    prompts = {
+        "bs": axis(
+            config.prompt_batch, 1, batch_step if is_linear else 1, limits.max_prefill_batch
+        ),
+        "seq": axis(_within(config.prompt_query, max_query), block, block, max_query),
+        "ctx": axis(config.prompt_context, 0, 1 if is_linear else 2, context, chunk_blocks),
+    }
+    decodes = {
+        "bs": axis(config.decode_batch, 1, batch_step if is_linear else 2, limits.max_num_seqs),
+        "block": axis(config.decode_blocks, block, block, limits.max_decode_blocks),
+    }
+    return prompts, decodes
 
 
 def range_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
     """Prompt and decode buckets."""
-    is_linear = config.strategy == "linear"
-    axis = _linear_axis if is_linear else _padding_axis
-    block = limits.block_size
-    chunk_blocks = math.ceil(limits.max_num_batched_tokens / block)
-    prompts = itertools.product(
-        axis(config.prompt_batch, 1, 1, limits.max_prefill_batch),
-        axis(config.prompt_query, block, block, limits.max_query),
-        axis(config.prompt_context, 0, 1 if is_linear else 2, limits.blocks_per_seq, chunk_blocks),
+    points = linear_points if config.strategy == "linear" else padding_points
+    prompts, decodes = range_axes(config, limits)
+    batch, query, context = (points(*axis) for axis in prompts.values())
+    return list(itertools.product(batch, query, context)), possible_decodes(
+        points(*decodes["bs"]), points(*decodes["block"]), limits
     )
-    decodes = possible_decodes(
-        axis(config.decode_batch, 1, 32 if is_linear else 2, limits.max_num_seqs),
-        axis(config.decode_blocks, block, block, limits.max_decode_blocks),
-        limits,
-    )
-    return list(prompts), decodes
 
 
 def linear_points(low: int, step: int, high: int) -> list[int]:
@@ -65,28 +90,34 @@ def padding_points(low: int, step: int, high: int, pad_max: int, pad_percent: in
     return points if points[-1] == high else [*points, high]
 
 
+def _within(given: Range, high: int) -> Range:
+    """`given` without points above `high`."""
+    low = None if given.min is None else min(given.min, high)
+    return replace(given, min=low, max=None if given.max is None else min(given.max, high))
+
+
 def _limits(given: Range, low: int, step: int, high: int) -> tuple[int, int, int]:
-    """The user's (min, step, max), with these defaults."""
+    """The configured (min, step, max), with these defaults."""
     high = high if given.max is None else given.max
     low = min(low if given.min is None else given.min, high)
     return low, step if given.step is None else given.step, high
 
 
-def _linear_axis(given: Range, low: int, step: int, high: int, pad_max: int = 0) -> list[int]:
+def _linear_axis(
+    given: Range, low: int, step: int, high: int, pad_max: int | None = None
+) -> tuple[int, ...]:
     """`pad_max` is ignored; only `_padding_axis` uses it."""
-    return linear_points(*_limits(given, low, step, high))
+    return _limits(given, low, step, high)
 
 
 def _padding_axis(
     given: Range, low: int, step: int, high: int, pad_max: int | None = None
-) -> list[int]:
+) -> tuple[int, ...]:
     """`pad_max` None: a quarter of the axis."""
     low, step, high = _limits(given, low, step, high)
     pad_max = math.ceil(high / 4) if pad_max is None else pad_max
-    return padding_points(
-        low,
-        step,
-        high,
+    return (
+        *(low, step, high),
         pad_max if given.pad_max is None else given.pad_max,
         PAD_PERCENT if given.pad_percent is None else given.pad_percent,
     )

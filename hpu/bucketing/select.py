@@ -1,24 +1,27 @@
 """Generation of buckets by strategy name."""
 
-import logging
 import math
+from collections.abc import Sequence
 
-from config.buckets import BucketConfig, Range
+from config.buckets import BucketConfig
 from config.traffic import read_traffic
 from hpu.bucketing.cost import Shapes
 from hpu.bucketing.exponential import (
+    Axis,
+    exponential_decode_axes,
     exponential_decodes,
+    exponential_prompt_axes,
     exponential_prompts,
+    v3_decode_axes,
     v3_decodes,
+    v3_prompt_axes,
     v3_prompts,
 )
 from hpu.bucketing.file import read_bucket_file
 from hpu.bucketing.fitted import fit
-from hpu.bucketing.ranges import range_buckets
+from hpu.bucketing.ranges import Axes, range_axes, range_buckets
 from hpu.bucketing.traffic import general_launches, launches_of, with_rare
 from hpu.protocol import BucketLimits
-
-logger = logging.getLogger(__name__)
 
 GAUDI_STRATEGY, POOLING_STRATEGY = "fitted", "exponential-v3"
 """Strategies that `auto` selects on a Gaudi, for models that generate and for pooling models."""
@@ -41,10 +44,8 @@ def generate_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
         num_graphs = config.num_graphs or default_graphs(limits)
         return fit(with_rare(launches, limits), num_graphs, limits)
     if config.strategy == "exponential":
-        _warn_of_ignored_ranges(config)
         return exponential_prompts(limits), exponential_decodes(limits)
     if config.strategy == "exponential-v3":
-        _warn_of_ignored_ranges(config)
         prompts = v3_prompts(
             limits, query_min=config.prompt_query.min, context_max=config.prompt_context.max
         )
@@ -52,34 +53,35 @@ def generate_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
     return range_buckets(config, limits)
 
 
+PARAMETERS = {
+    "exponential": "min, step, max_warmup, limit",
+    "exponential-v3": "min, step, max_warmup, limit",
+    "linear": "min, step, max_warmup",
+    "padding-aware": "min, step, max_warmup, pad_max, pad_percent",
+}
+"""Names of the parameters of a dimension, by strategy."""
+
+
+def bucket_axes(config: BucketConfig, limits: BucketLimits) -> tuple[Axes, Axes]:
+    """Dimensions of prompts and of decodes, for a strategy in PARAMETERS: name -> parameters."""
+    if config.strategy in ("linear", "padding-aware"):
+        return range_axes(config, limits)
+    prompts: tuple[Axis, ...]
+    decodes: tuple[Axis, ...]
+    if config.strategy == "exponential":
+        prompts, decodes = exponential_prompt_axes(limits), exponential_decode_axes(limits)
+        return _named(("bs", "seq"), prompts), _named(("bs", "block"), decodes)
+    prompts = v3_prompt_axes(limits, query_min=config.prompt_query.min)
+    names = ("bs", "query", "blocks")
+    return _named(names, prompts), _named(names, v3_decode_axes(limits))
+
+
+def _named(names: Sequence[str], axes: Sequence[Axis]) -> Axes:
+    return dict(zip(names, axes, strict=True))
+
+
 def default_graphs(limits: BucketLimits) -> int:
     """Maximum number of fitted buckets, unless configured."""
     doublings = math.log2(limits.blocks_per_seq)
     most = len(v3_prompts(limits)) + len(v3_decodes(limits))
     return max(2, min(round(GRAPHS_PER_DOUBLING * doublings), most))
-
-
-def _warn_of_ignored_ranges(config: BucketConfig) -> None:
-    ranges = {
-        "prompt-bs": config.prompt_batch,
-        "prompt-query": config.prompt_query,
-        "prompt-ctx": config.prompt_context,
-        "decode-bs": config.decode_batch,
-        "decode-block": config.decode_blocks,
-    }
-    if config.strategy == "exponential-v3":
-        # Two ranges are used: queries from 1 token, and the largest additional context.
-        if config.prompt_query == Range(min=1):
-            del ranges["prompt-query"]
-        if config.prompt_context == Range(max=config.prompt_context.max):
-            del ranges["prompt-ctx"]
-    if config.prompt_batch == Range(max=config.prompt_batch.max):
-        # The maximum also limits the prompts of a launch (config/loading/sources.py).
-        del ranges["prompt-bs"]
-    given = [name for name, value in ranges.items() if value != Range()]
-    if given:
-        logger.warning(
-            "strategy %s chooses its own ranges; the limits given for %s have no effect",
-            config.strategy,
-            ", ".join(given),
-        )

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -57,6 +57,7 @@ from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.registry import process_weights, select_patcher, select_quantization
 from hpu.runner.kv_cache import cache_sizes, reads_contiguously
 from hpu.worker.memory import KVCacheDemand, check_configured
+from hpu.worker.memory_log import log_taken, memory_use
 from hpu.worker.weight_offload import WeightsInHostMemory, weights_in_host_memory
 
 logger = logging.getLogger(__name__)
@@ -141,12 +142,10 @@ class LoadedModel:
     @property
     def bucket_config(self) -> BucketConfig:
         """Bucket settings, with `auto` replaced by the device's strategy."""
-        if self.config.buckets.strategy != "auto":
-            return self.config.buckets
         strategy = self.backend.default_strategy
         if self.pooler is not None and strategy == GAUDI_STRATEGY:
             strategy = POOLING_STRATEGY
-        return replace(self.config.buckets, strategy=strategy)
+        return self.config.buckets.resolved(strategy)
 
     @property
     def pads(self) -> bool:
@@ -254,7 +253,7 @@ def load(
     dtype = served_dtype(config, facts, pooler, backend, groups, stage)
     max_model_len = choose_context(config, facts, pooler)
     _log_model(config, facts, pooler, backend, dtype, max_model_len)
-    start = time.perf_counter()
+    start, before = time.perf_counter(), memory_use(backend)
     if stage.size > 1 and (pooler is not None or not is_built_in):
         what = "is served for pooling" if pooler is not None else "runs in the code of transformers"
         raise ConfigError(
@@ -295,7 +294,13 @@ def load(
         block_size = config.cache.block_size or min(block_size, MAX_POOLING_STEP)
     lora = loading.adapters(parts.model) if config.lora.enable_lora else None
     load_s = time.perf_counter() - start
-    logger.info("Weights: %s in %.1f s", bytes_text(parts.weight_bytes), load_s)
+    log_taken(
+        f"Pre-loading model weights on {backend.device}",
+        before,
+        backend,
+        device_bytes=parts.weight_bytes,
+        seconds=load_s,
+    )
     loaded = LoadedModel(
         config=config,
         backend=backend,

@@ -116,7 +116,8 @@ def test_lookup_agrees_with_the_published_cases(vector: dict[str, Any]) -> None:
 @pytest.mark.parametrize("strategy", ["exponential", "exponential-v3", "linear", "padding-aware"])
 def test_without_shared_blocks_no_decode_is_wider_than_the_cache(strategy: str) -> None:
     # 61 is no multiple of anything: rounded up, a slice would end behind the cache.
-    config = BucketConfig(strategy=strategy, decode_blocks=Range(max=80))
+    is_range = strategy in ("linear", "padding-aware")
+    config = BucketConfig(strategy=strategy, decode_blocks=Range(max=80 if is_range else None))
 
     table = BucketTable.make(config, limits(num_blocks=61, prefix_caching=False))
 
@@ -290,15 +291,92 @@ def test_a_query_of_one_token_is_prepared_where_it_is_asked_for() -> None:
     assert table.find(PREFILL, 1, 1, 2).bucket[1] == 1
 
 
-@pytest.mark.parametrize("strategy", ["exponential", "exponential-v3"])
-def test_ranges_that_a_strategy_ignores_are_warned_about(
-    strategy: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("strategy", "ranges", "message"),
+    [
+        ("exponential", {"decode_batch": Range(step=3)}, "--decode-bs-bucket-step.* 'linear'"),
+        ("exponential-v3", {"prompt_query": Range(min=16)}, "--prompt-query-bucket-min.* 'linear'"),
+        ("fitted", {"prompt_context": Range(max=3)}, "--prompt-ctx-bucket-max.* 'linear'"),
+        ("exact", {"decode_blocks": Range(1, 2, 3)}, "min and .*-step and .*-max.* 'linear'"),
+        ("linear", {"decode_batch": Range(pad_max=3)}, "bs-bucket-pad-max.* 'padding-aware'"),
+    ],
+)
+def test_ranges_that_a_strategy_does_not_read_are_refused(
+    strategy: str, ranges: dict[str, Range], message: str
 ) -> None:
-    config = BucketConfig(strategy=strategy, decode_batch=Range(step=3))
+    with pytest.raises(ConfigError, match=f"{strategy}.*{message}"):
+        BucketConfig(strategy=strategy, **ranges)
 
-    BucketTable.make(config, limits())
 
-    assert "limits given for decode-bs have no effect" in caplog.text
+@pytest.mark.parametrize(
+    ("ranges", "default", "strategy"),
+    [
+        ({}, "fitted", "fitted"),
+        ({"prompt_batch": Range(max=4)}, "fitted", "fitted"),
+        ({"prompt_batch": Range(step=4)}, "fitted", "linear"),
+        ({"decode_blocks": Range(pad_percent=4)}, "fitted", "padding-aware"),
+        ({"prompt_context": Range(max=2)}, "exponential-v3", "exponential-v3"),
+        ({"prompt_context": Range(max=2)}, "exact", "exact"),
+    ],
+)
+def test_ranges_choose_a_strategy_that_reads_them(
+    ranges: dict[str, Range], default: str, strategy: str
+) -> None:
+    assert BucketConfig(**ranges).resolved(default).strategy == strategy
+
+
+def test_the_defaults_of_linear_are_those_of_the_documents() -> None:
+    many = limits(
+        block_size=128,
+        max_model_len=2048,
+        max_num_seqs=20,
+        max_num_batched_tokens=2048,
+        max_prefill_batch=20,
+        num_blocks=400,
+        prefix_caching=False,
+    )
+
+    table = BucketTable.make(BucketConfig(strategy="linear"), many)
+
+    prompts = {bucket[1:] for bucket in table.buckets if bucket[0] == PREFILL}
+    decodes = {bucket[1:] for bucket in table.buckets if bucket[0] == DECODE}
+    # The step is min(max_num_seqs, 32).
+    assert {batch for batch, _, _ in decodes} == {1, 2, 4, 8, 16, 20}
+    assert {query for _, query, _ in prompts} == set(range(128, 2049, 128))
+    # A bucket of each query for later chunks of a prompt; a whole prompt has no context.
+    assert len([blocks for _, _, blocks in prompts if blocks]) <= 16
+    assert {blocks for _, _, blocks in decodes} == set(range(128, 321, 128)) | {320}
+
+
+@pytest.mark.parametrize("strategy", ["linear", "padding-aware"])
+def test_no_prompt_bucket_is_larger_than_a_step(strategy: str) -> None:
+    # The ranges of the README's example of 32K, and the default of --max-num-batched-tokens.
+    config = BucketConfig(
+        strategy=strategy,
+        prompt_batch=Range(1, 16, 16),
+        prompt_query=Range(24576, 2048, 32768),
+    )
+    table = BucketTable.make(
+        config,
+        limits(
+            block_size=128, max_model_len=33792, max_num_batched_tokens=2048, max_prefill_batch=16
+        ),
+    )
+
+    prompts = [bucket for bucket in table.buckets if bucket[0] == PREFILL]
+    assert {batch * query for _, batch, query, _ in prompts} == {2048}
+
+
+def test_buckets_of_a_file_that_no_step_fills_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "buckets.txt"
+    file.write_text("(1, [64, 256], 0)\n(8, 1, 128)\n")
+
+    table = BucketTable.make(BucketConfig(strategy="file", file=str(file)), limits())
+
+    assert max(bucket[2] for bucket in table.buckets) == 128
+    assert "1 buckets of" in caplog.text and "computes 128 new tokens" in caplog.text
 
 
 def test_padding_limits_thin_out_the_axis() -> None:

@@ -1,0 +1,71 @@
+"""Log lines on the memory that a part of a start takes, in the form of vLLM's Gaudi fork: scripts
+of its users read them."""
+
+import logging
+from typing import NamedTuple
+
+from config.errors import bytes_text
+from hpu.backends.base import Backend
+from hpu.host import usable_memory
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryUse(NamedTuple):
+    """Used and total bytes of the device and of the host."""
+
+    device_used: int
+    device_total: int
+    host_used: int
+    host_total: int
+
+
+def memory_use(backend: Backend) -> MemoryUse:
+    """The memory in use now."""
+    free, total = backend.memory()
+    host_free, host_total = usable_memory()
+    return MemoryUse(total - free, total, host_total - host_free, host_total)
+
+
+def log_taken(
+    what: str,
+    before: MemoryUse,
+    backend: Backend,
+    *,
+    device_bytes: int | None = None,
+    seconds: float | None = None,
+) -> None:
+    """Log the memory that `what` took since `before`, with the memory in use now.
+
+    Args:
+        device_bytes: bytes that it took on the device, where more is known than the difference.
+        seconds: its duration.
+    """
+    now = memory_use(backend)
+    host_bytes = now.host_used - before.host_used
+    if device_bytes is None:
+        device_bytes = now.device_used - before.device_used
+    if backend.shares_host_memory:
+        parts = [_part(device_bytes, "host", now.host_used, now.host_total)]
+    else:
+        parts = [
+            _part(device_bytes, "device", now.device_used, now.device_total),
+            _part(host_bytes, "host", now.host_used, now.host_total),
+        ]
+    fields = {"device_bytes": device_bytes, "host_bytes": host_bytes, **_fields(now)}
+    took = "" if seconds is None else f", in {seconds:.1f} s"
+    if seconds is not None:
+        fields["seconds"] = round(seconds, 3)
+    logger.info("%s took %s%s", what, " and ".join(parts), took, extra={"fields": fields})
+
+
+def _part(taken: int, where: str, used: int, total: int) -> str:
+    sign = "-" if taken < 0 else ""
+    return (
+        f"{sign}{bytes_text(abs(taken))} of {where} memory "
+        f"({bytes_text(used)}/{bytes_text(total)} used)"
+    )
+
+
+def _fields(use: MemoryUse) -> dict[str, float]:
+    return {f"{name}_bytes": value for name, value in use._asdict().items()}
