@@ -2,10 +2,13 @@
 
 import logging
 
+from config.buckets import BucketConfig
 from config.errors import bytes_text
 from config.execution import WarmupConfig
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.protocol import DECODE, PREFILL, Bucket
+from hpu.bucketing.ranges import Axes
+from hpu.bucketing.select import PARAMETERS, bucket_axes
+from hpu.protocol import DECODE, PREFILL, Bucket, Shape
 from hpu.runner.counters import phase_name
 
 logger = logging.getLogger(__name__)
@@ -14,25 +17,32 @@ MAX_LISTED = 12
 """Maximum number of buckets that a log line lists; the rest are only counted."""
 
 
-def log_buckets(table: BucketTable, strategy: str) -> None:
-    """Log the dimensions and buckets of `table`, unless it is exact."""
+def log_buckets(table: BucketTable, config: BucketConfig, configured: BucketConfig) -> None:
+    """Log the dimensions and buckets of `table`, made with `config`; without padding, the ranges of
+    `configured` that have no effect. The lines have the form of vLLM's Gaudi plug-in."""
     if table.is_exact:
+        if ignored := configured.ignored_ranges(config.strategy):
+            logger.info("%s have no effect: launches are not padded", ", ".join(ignored))
         return
-    for phase, names in (
-        (PREFILL, ("batch", "query", "context blocks")),
-        (DECODE, ("batch", "query", "blocks")),
-    ):
+    axes: tuple[Axes, Axes] | None = None
+    if config.strategy in PARAMETERS:
+        axes = bucket_axes(config, table.limits)
+    for phase in table.phases:
         shapes = [bucket[1:] for bucket in table.buckets if bucket[0] == phase]
-        if not shapes:
-            continue
-        sizes = ", ".join(
-            f"{name} {_size_range([shape[index] for shape in shapes])}"
-            for index, name in enumerate(names)
-            if phase == PREFILL or name != "query"
+        if axes is None:
+            parameters, sizes = config.strategy, _sizes(phase, shapes)
+        else:
+            parameters = PARAMETERS[config.strategy]
+            chosen = axes[0] if phase == PREFILL else axes[1]
+            sizes = ", ".join(f"{name}:{list(axis)}" for name, axis in chosen.items())
+        logger.info("%s bucket config (%s) %s", _title(phase), parameters, sizes)
+        logger.info(
+            "Generated %d %s buckets [bs, query, num_blocks]: %s",
+            len(shapes),
+            _phase_word(phase),
+            shapes,
+            extra={"fields": {"phase": _phase_word(phase), "num_buckets": len(shapes)}},
         )
-        listed = [shape if phase == PREFILL else (shape[0], shape[2]) for shape in shapes]
-        logger.info("%s bucket config (%s): %s", _title(phase), strategy, sizes)
-        logger.info("%d %s buckets: %s", len(shapes), _phase_word(phase), listed)
 
 
 def log_unused(count: int) -> None:
@@ -48,28 +58,72 @@ def log_unused(count: int) -> None:
 def log_step(bucket: Bucket, number: int, total: int, free_bytes: int, *, graph: bool) -> None:
     """Log a warmed-up bucket and the free memory after it."""
     phase, batch, query, blocks = bucket
+    fields = {
+        "phase": _phase_word(phase),
+        "number": number,
+        "total": total,
+        "batch_size": batch,
+        "query_len": query,
+        "num_blocks": blocks,
+        "free_bytes": free_bytes,
+        "has_graph": graph,
+    }
     logger.info(
-        "Warm-up, %s%s %d/%d: batch %d, %s; %s free",
-        "graph of " if graph else "",
-        _phase_word(phase),
-        number,
-        total,
-        batch,
-        f"query {query}, {blocks} context blocks" if phase == PREFILL else f"{blocks} blocks",
+        "[Warmup][%s%s][%d/%d] batch_size:%d query_len:%d num_blocks:%d free_mem:%s",
+        "Graph/" if graph else "",
+        _phase_word(phase) if graph else _title(phase),
+        *(number, total, batch, query, blocks),
         bytes_text(free_bytes),
+        extra={"fields": fields},
+    )
+
+
+def log_graph_memory(graph_bytes: float, shares: dict[int, float], free: int, ratio: float) -> None:
+    """Log how the memory for graphs is split between phases."""
+    logger.info(
+        "Using %s/%s of free device memory for HPUGraphs, %s for prompt and %s for decode "
+        "(VLLM_GRAPH_PROMPT_RATIO=%g)",
+        bytes_text(graph_bytes),
+        bytes_text(free),
+        bytes_text(shares[PREFILL]),
+        bytes_text(shares[DECODE]),
+        ratio,
+        extra={"fields": {"graph_bytes": int(graph_bytes), "free_bytes": free}},
+    )
+
+
+def log_finished(count: int, seconds: float, taken: int) -> None:
+    """Log the end of a warm-up of `count` buckets."""
+    logger.info(
+        "Warmup finished in %.0f secs, allocated %s of device memory: %d buckets",
+        seconds,
+        bytes_text(taken),
+        count,
+        extra={
+            "fields": {"seconds": round(seconds, 3), "allocated_bytes": taken, "num_buckets": count}
+        },
     )
 
 
 def log_graphs(phase: int, captured: list[Bucket], total: int, taken: int, seconds: float) -> None:
     """Log the captured buckets of a phase."""
     logger.info(
-        "Captured %d of %d %s buckets in %.1f s, %s: %s",
+        "Graph/%s captured:%d (%.1f%%) used_mem:%s buckets:%s, in %.1f s",
+        _title(phase),
         len(captured),
-        total,
-        _phase_word(phase),
-        seconds,
+        100 * len(captured) / total,
         bytes_text(taken),
         [bucket[1:] for bucket in captured],
+        seconds,
+        extra={
+            "fields": {
+                "phase": _phase_word(phase),
+                "num_captured": len(captured),
+                "num_buckets": total,
+                "used_bytes": taken,
+                "seconds": round(seconds, 3),
+            }
+        },
     )
 
 
@@ -116,6 +170,15 @@ def _listed(buckets: list[Bucket]) -> str:
     listed = ", ".join(str(bucket[1:]) for bucket in buckets[:MAX_LISTED])
     more = len(buckets) - MAX_LISTED
     return f"{listed} and {more} more" if more > 0 else listed
+
+
+def _sizes(phase: int, shapes: list[Shape]) -> str:
+    names = ("batch", "query", "context blocks") if phase == PREFILL else ("batch", "", "blocks")
+    return ", ".join(
+        f"{name} {_size_range([shape[index] for shape in shapes])}"
+        for index, name in enumerate(names)
+        if name
+    )
 
 
 def _size_range(sizes: list[int]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from config.errors import ConfigError, bytes_text
+from config.errors import ConfigError
 from config.execution import WarmupConfig
 from config.traffic import read_traffic
 from hpu.backends.base import Backend
@@ -194,12 +194,7 @@ class Warmup:
             self._capture_all(usable, progress)
         progress.finish()
         taken = free - self._backend.memory()[0]
-        logger.info(
-            "Warm-up: %d buckets in %.1f s, %s of memory",
-            len(usable),
-            time.perf_counter() - start,
-            bytes_text(max(0, taken)),
-        )
+        report.log_finished(len(usable), time.perf_counter() - start, max(0, taken))
         return usable if buckets else []
 
     def _prepare(self, bucket: Bucket) -> bool:
@@ -328,6 +323,12 @@ class Warmup:
         prompts' share, then the remaining prompts within the memory that decodes left. Each phase
         is captured in its configured order."""
         config = self._config
+        report.log_graph_memory(
+            self._graphs.budget_bytes,
+            {phase: budget.remaining_bytes for phase, budget in self._budgets.items()},
+            self._backend.memory()[0],
+            config.graph_prompt_ratio,
+        )
         orders = {PREFILL: config.prompt_order, DECODE: config.decode_order}
         left: dict[int, list[Bucket]] = {}
         for phase, is_pooled in ((PREFILL, False), (DECODE, True)):

@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 from config.checkpoint.draft import check_target
-from config.engine import CacheConfig
+from config.engine import CacheConfig, EngineConfig
 from config.errors import ConfigError, bytes_text
-from config.execution import WarmupConfig
 from config.model.multimodal.vision import cross_cache_tiles, encoder_cache_rows
 from config.model.window_cache import CacheSizes, rings_hold_more
 from hpu.distributed.agreement import Agreement
@@ -47,7 +46,6 @@ from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import Sampler
 from hpu.spec_decode.speculation import Speculation
-from hpu.warmup.order import split_graphs
 from hpu.worker.block_offload import BlockOffload, check_offload
 from hpu.worker.drafting import (
     keeping_hidden,
@@ -64,6 +62,7 @@ from hpu.worker.memory import (
     plan_memory,
     split_memory,
 )
+from hpu.worker.memory_log import log_taken, memory_use
 from hpu.worker.previous_split import PreviousSplit, is_near, split_record
 from hpu.worker.profile_run import largest_buckets, measure_launches, measure_peak
 
@@ -143,6 +142,7 @@ def build(
     profile_blocks = loaded.agreement.least(profile_blocks)
     memory = measure_memory(loaded, sampler, profile_blocks)
     split = _split(loaded, memory, num_blocks, previous)
+    before = memory_use(loaded.backend)
     components = make_runner(
         loaded,
         sampler,
@@ -151,6 +151,8 @@ def build(
         captures=loaded.captures,
         graph_bytes=split.graph_bytes,
     )
+    if not loaded.backend.shares_host_memory and components.cache is not None:
+        log_taken("Initializing cache engine", before, loaded.backend)
     # More blocks may be configured than the split plans for.
     left = max(0, loaded.backend.memory()[0] - memory.reserve)
     budget = min(components.graphs.budget_bytes, left)
@@ -379,7 +381,7 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
     if backend.peak_memory() is None or not loaded.pads:
         reserve = 0 if is_pooling else _estimated_activations(loaded)
         return FreeMemory(max(0, backend.memory()[0] - fixed), reserve, is_measured=False)
-    start = time.perf_counter()
+    start, before = time.perf_counter(), memory_use(backend)
     buckets = _largest_buckets(loaded, profile_blocks)
     components = make_runner(
         loaded, sampler, Counters(), num_blocks=1, captures=False, graph_bytes=0
@@ -390,10 +392,12 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
         reserve = max(reserve, measure_peak(lambda: images.warm_up(_ignore), backend))
     del components
     gc.collect()
-    logger.info(
-        "Profile: the largest launches, %s, ran in %.1f s",
-        " and ".join(str(bucket[1:]) for bucket in buckets),
-        time.perf_counter() - start,
+    log_taken(
+        "Model profiling run",
+        before,
+        backend,
+        device_bytes=reserve,
+        seconds=time.perf_counter() - start,
     )
     return FreeMemory(max(0, backend.memory()[0] - fixed), reserve)
 
@@ -567,7 +571,7 @@ def _split(
         split = _repeat(split, previous, cache, demand, memory)
     split = _agreed(split, loaded)
     if not backend.shares_host_memory:
-        _log_memory(split, cache, memory, config.warmup)
+        _log_memory(split, loaded.config, memory, demand, loaded.groups.host.size)
     _log_cache(split, cache, demand, loaded.kv_cache_format)
     if loaded.num_rings:
         saved = (split.num_blocks + 1) * (sizes.block - sizes.full_block) - sizes.rings
@@ -641,29 +645,43 @@ def _repeat(
 
 
 def _log_memory(
-    split: MemorySplit, cache: CacheConfig, memory: FreeMemory, warmup: WarmupConfig
+    split: MemorySplit,
+    config: EngineConfig,
+    memory: FreeMemory,
+    demand: KVCacheDemand,
+    num_devices: int,
 ) -> None:
-    """Log the memory split of a device with its own memory."""
+    """Log the memory split of a device with its own memory. `num_devices` of the model share the
+    host memory for KV blocks."""
+    kv_bytes = (split.num_blocks + 1) * demand.block_bytes
+    free = max(0, memory.free - memory.reserve)
+    host_blocks = config.offload.host_bytes(num_devices) // demand.block_bytes
     logger.info(
-        "Memory: %s free after loading, less %s for the largest launch (%s); %s "
-        "of the rest usable (gpu-memory-utilization %g)",
-        bytes_text(memory.free),
-        bytes_text(memory.reserve),
-        "measured" if memory.is_measured else "estimated",
+        "Free device memory: %s, %s usable (gpu_memory_utilization=%g), %s reserved for HPUGraphs "
+        "(VLLM_GRAPH_RESERVED_MEM=%g), %s reserved for KV cache",
+        bytes_text(free),
         bytes_text(split.usable_bytes),
-        cache.gpu_memory_utilization,
+        config.cache.gpu_memory_utilization,
+        bytes_text(split.graph_bytes),
+        config.warmup.graph_memory_fraction,
+        bytes_text(kv_bytes),
+        extra={
+            "fields": {
+                "free_bytes": free,
+                "largest_launch_bytes": memory.reserve,
+                "is_measured": memory.is_measured,
+                "usable_bytes": split.usable_bytes,
+                "graph_bytes": split.graph_bytes,
+                "kv_bytes": kv_bytes,
+            }
+        },
     )
-    if split.graph_bytes:
-        prompt, decode = split_graphs(split.graph_bytes, warmup.graph_prompt_ratio)
-        logger.info(
-            "Graphs: %s reserved (graph-reserved-mem %g), %s for prompts "
-            "(graph-prompt-ratio %g) and %s for decodes",
-            bytes_text(split.graph_bytes),
-            warmup.graph_memory_fraction,
-            bytes_text(prompt),
-            warmup.graph_prompt_ratio,
-            bytes_text(decode),
-        )
+    logger.info(
+        "# HPU blocks: %d, # CPU blocks: %d",
+        split.num_blocks,
+        host_blocks,
+        extra={"fields": {"num_blocks": split.num_blocks, "num_host_blocks": host_blocks}},
+    )
 
 
 def _log_cache(

@@ -58,6 +58,7 @@ from hpu.worker.build import Components, build, num_cache_rows, num_request_tile
 from hpu.worker.drafter import keep_for_last_stage, load_drafter, with_drafter
 from hpu.worker.kv_scales import calculate_kv_scales
 from hpu.worker.load import LoadedModel, dtype_name, load
+from hpu.worker.memory_log import log_taken, memory_use
 from hpu.worker.profile_run import profile_launches, profiled_buckets
 
 logger = logging.getLogger(__name__)
@@ -407,6 +408,7 @@ class Worker:
         """Build all components except the weights, and warm them up."""
         config, counters, backend = self._config, self._counters, self._backend
         assert backend is not None, "build before start"
+        before = memory_use(backend)
         components = build(
             loaded,
             counters,
@@ -416,7 +418,7 @@ class Worker:
         )
         self._components = components
         table = loaded.bucket_table(components.num_blocks)
-        report.log_buckets(table, loaded.bucket_config.strategy)
+        report.log_buckets(table, loaded.bucket_config, config.buckets)
         runner, graphs, cache = components.runner, components.graphs, components.cache
         self._runner = runner
         if cache is not None:
@@ -468,6 +470,8 @@ class Worker:
             if components.speculation is not None:
                 components.speculation.measure(costs, config.scheduler.max_num_seqs)
         warmup_s = time.perf_counter() - start
+        if not backend.shares_host_memory:
+            log_taken("init_cache_engine", before, backend)
         if self._diagnostics is not None:
             self._diagnostics.reset()
         self._profiler = self._make_profiler(backend)

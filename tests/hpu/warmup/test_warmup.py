@@ -258,9 +258,11 @@ def test_lines_tell_buckets_steps_graphs_and_the_total(
 
     prompts = len(phase_of(rig, PREFILL))
     texts = caplog.messages
-    largest = max(phase_of(rig, PREFILL), key=lambda b: (b[1] * b[2], b[3]))
-    first = f"Warm-up, prompt 1/{prompts}: batch {largest[1]}, query {largest[2]}"
-    assert any(text.startswith(first) and text.endswith("GiB free") for text in texts)
-    assert any(text.startswith(f"Warm-up, graph of prompt 1/{prompts}:") for text in texts)
-    assert any(text.startswith(f"Captured {prompts} of {prompts} prompt") for text in texts)
-    assert texts[-1].startswith(f"Warm-up: {len(rig.buckets)} buckets in ")
+    batch, query, blocks = max(phase_of(rig, PREFILL), key=lambda b: (b[1] * b[2], b[3]))[1:]
+    size = f"batch_size:{batch} query_len:{query} num_blocks:{blocks} free_mem:"
+    assert any(text.startswith(f"[Warmup][Prompt][1/{prompts}] {size}") for text in texts)
+    assert any(text.startswith(f"[Warmup][Graph/prompt][1/{prompts}] ") for text in texts)
+    assert any(text.startswith(f"Graph/Prompt captured:{prompts} (100.0%) ") for text in texts)
+    assert texts[-1].startswith("Warmup finished in ")
+    record = next(record for record in caplog.records if "[Graph/prompt]" in record.getMessage())
+    assert record.fields["number"] == 1 and record.fields["total"] == prompts

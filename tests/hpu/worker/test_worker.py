@@ -62,7 +62,7 @@ def test_every_prepared_bucket_runs_before_the_first_plan(
     assert {phase for phase, *_ in rig.ready.buckets} == {PREFILL, DECODE}
     last = rig.progress[-1]
     assert last.done == last.total > len(rig.ready.buckets)
-    lines = [line for line in caplog.messages if line.startswith("Warm-up:")]
+    lines = [line for line in caplog.messages if line.startswith("Warmup finished")]
     assert len(lines) == 1 and f"{len(rig.ready.buckets)} buckets" in lines[0]
 
 
