@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from config.engine import SchedulerConfig
+from config.log import LimitedWarning
 from engine.kv_cache.manager import KVCacheManager
 from engine.request import FINISHED, MATCHING, PREEMPTED, RUNNING, WAITING, Request
 from engine.scheduling.continuation_turns import ContinuationTurns
@@ -117,6 +118,15 @@ class Scheduler:
         self._kv = kv
         self._packer = packer
         self._stats = stats
+        mode = "SWAP" if kv.offload.is_enabled else "RECOMPUTE"
+        # The beginning is vLLM's, for scripts that read the log.
+        self._preemptions = LimitedWarning(
+            logger,
+            f"Request %d is preempted by PreemptionMode.{mode} mode because there is not enough KV "
+            "cache space. This makes answers later. Increase gpu_memory_utilization (on a CPU "
+            "kv_cache_memory_bytes) or tensor_parallel_size, or lower max_num_seqs: %d such "
+            "preemptions so far",
+        )
         self._max_tokens = config.token_budget()
         self._launch_tokens = facts.prefill_tokens or config.token_budget()
         self._num_since_decodes = 0
@@ -577,6 +587,7 @@ class Scheduler:
                     self._fail(request, len(request.blocks) + count, output)
                 return False
             self._preempt(last)
+            self._preemptions.add(last.key)
         return True
 
     def _preempt(self, request: Request) -> None:

@@ -2,10 +2,12 @@
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 from core_rig import CoreRig
 
+from config.log import LimitedWarning
 from engine.request import RUNNING
 from engine.scheduling.scheduler import YIELD_STEPS
 from hpu.protocol import DECODE, PREFILL, StepPlan
@@ -179,6 +181,31 @@ def test_a_request_never_preempts_one_that_outranks_it() -> None:
     assert rig.ledger.requests[1].finish.num_preemptions == 0  # type: ignore[union-attr]
     for key in range(3):
         rig.check_output(key)
+
+
+def test_the_first_preemption_is_logged_with_advice_and_the_next_a_minute_later(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"now": 100.0}
+    limited = partial(LimitedWarning, clock=lambda: times["now"])
+    monkeypatch.setattr("engine.scheduling.scheduler.LimitedWarning", limited)
+    rig = CoreRig(num_blocks=8, max_num_seqs=2, prefix_caching=False)
+    seen = []
+    for after_s in (0, 30, 61):
+        times["now"] += after_s
+        first = 2 * len(seen)
+        for key in (first, first + 1):
+            rig.add(key, [key] * 8, max_tokens=20, ignore_eos=True)
+        rig.run()
+        seen.append(len(caplog.messages))
+
+    assert seen == [1, 1, 2]
+    assert caplog.messages[0].startswith(
+        "Request 1 is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV "
+        "cache space. "
+    )
+    assert "Increase gpu_memory_utilization" in caplog.messages[0]
+    assert caplog.messages[1].endswith(f"{rig.core.stats().preemptions} such preemptions so far")
 
 
 def test_a_preempted_request_starts_with_an_empty_table_and_keeps_its_tokens() -> None:
