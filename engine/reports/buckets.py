@@ -61,18 +61,28 @@ def fit_buckets(config: EngineConfig, traffic_file: str, num_graphs: int) -> Buc
     return BucketTable.make(buckets, planned_limits(config))
 
 
+def planned_buckets(config: EngineConfig) -> BucketConfig:
+    """The bucket settings of a Gaudi."""
+    return config.buckets.resolved(GAUDI_STRATEGY)
+
+
 def planned_table(config: EngineConfig, *, has_windows: bool = False) -> BucketTable:
     """The table of the strategy in `config`; "auto" means the strategy of a Gaudi."""
-    buckets = config.buckets.resolved(GAUDI_STRATEGY)
+    buckets = planned_buckets(config)
     if buckets.strategy == "exact":
         raise ConfigError("the strategy 'exact' pads nothing and has 0 buckets to show")
     return BucketTable.make(buckets, planned_limits(config, has_windows=has_windows))
 
 
 def report(
-    table: BucketTable, traffic: list[Lengths] | None, seconds_per_graph: float = SECONDS_PER_GRAPH
+    table: BucketTable,
+    traffic: list[Lengths] | None,
+    seconds_per_graph: float = SECONDS_PER_GRAPH,
+    *,
+    strategy: str = "fitted",
 ) -> str:
-    """Report of counts, axes, padding for `traffic`, estimated warm-up time, and heat maps."""
+    """Report of counts, axes, the rule that made each bucket of `strategy`, padding for `traffic`,
+    estimated warm-up time, and heat maps."""
     limits = table.limits
     lines = [
         f"block size {limits.block_size}, context {limits.max_model_len} tokens, "
@@ -87,6 +97,7 @@ def report(
         for axis, what in enumerate(("batch", "query", "blocks")):
             points = sorted({shape[axis] for shape in shapes})
             lines.append(f"  {what:<7}{_points(points)}")
+        lines.append(f"  made by {_makers(table, phase, strategy)}")
         if used:
             of_phase = [padding for padding in used.values() if padding.bucket[0] == phase]
             num_used = sum(1 for padding in of_phase if padding.share)
@@ -118,6 +129,18 @@ def report(
     if used:
         lines.append("· prepared, not used   ░ under 25 % padding   ▒ 50   ▓ 75   █ more")
     return "\n".join(lines)
+
+
+def _makers(table: BucketTable, phase: int, strategy: str) -> str:
+    """The rules that made the buckets of a phase; buckets besides those of the strategy are
+    listed."""
+    added = [bucket[1:] for bucket in table.added if bucket[0] == phase]
+    count = sum(bucket[0] == phase for bucket in table.buckets) - len(added)
+    if not added:
+        return f"{strategy}: all"
+    why = "a chunk behind any context" if phase == PREFILL else "a decode of all sequences"
+    listed = " ".join(f"({batch},{query},{blocks})" for batch, query, blocks in added)
+    return f"{strategy}: {count}; added, so that {why} fits: {listed}"
 
 
 def heat_map(title: str, cells: Sequence[Cell]) -> list[str]:

@@ -42,6 +42,8 @@ class BucketTable:
     ) -> None:
         self.is_exact = exact
         self.limits = limits
+        self.added: list[Bucket] = []
+        """Buckets that the strategy has not made: the largest launches need them."""
         self.prefer_prepared = False
         """Whether a prepared bucket wins over a cheaper bucket that a fallback created."""
         self._shapes = {PREFILL: sorted(set(prompts)), DECODE: sorted(set(decodes))}
@@ -83,9 +85,11 @@ class BucketTable:
         if not limits.prefix_caching:
             # A decode has at most as many blocks as exist; a slice is never longer than the cache.
             decodes = [(batch, 1, min(blocks, limits.num_blocks)) for batch, _, blocks in decodes]
-        return cls(
-            _cover_prompts(prompts, limits), _cover_decodes(decodes, limits), limits, exact=False
-        )
+        covered = _cover_prompts(prompts, limits), _cover_decodes(decodes, limits)
+        table = cls(*covered, limits, exact=False)
+        made = {PREFILL: set(prompts), DECODE: set(decodes)}
+        table.added = [bucket for bucket in table.buckets if bucket[1:] not in made[bucket[0]]]
+        return table
 
     @classmethod
     def of_buckets(cls, buckets: list[Bucket], limits: BucketLimits) -> "BucketTable":

@@ -9,10 +9,12 @@ from config.errors import ConfigError
 from config.loading.parser import Parser, number
 from config.loading.sources import load
 from config.traffic import read_traffic
+from engine.reports.bucket_plot import plot
 from engine.reports.buckets import (
     SECONDS_PER_GRAPH,
     bucket_file,
     fit_buckets,
+    planned_buckets,
     planned_table,
     report,
 )
@@ -46,6 +48,8 @@ def buckets_parser(action: str) -> Parser:
         metavar="X",
         help=f"Warm-up time per graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
     )
+    if action == "show":
+        group.add_argument("--plot", metavar="FILE", help="SVG file for a picture of the buckets")
     if action == "fit":
         group.add_argument(
             "--graphs",
@@ -80,9 +84,12 @@ def main(argv: list[str]) -> int:
     table = planned_table(loaded.engine)
     # A table that was fitted to a traffic is evaluated on it by default.
     traffic_file = args.traffic or loaded.engine.buckets.traffic
-    print(
-        report(table, read_traffic(traffic_file) if traffic_file else None, args.seconds_per_graph)
-    )
+    traffic = read_traffic(traffic_file) if traffic_file else None
+    strategy = planned_buckets(loaded.engine).strategy
+    print(report(table, traffic, args.seconds_per_graph, strategy=strategy))
+    if args.plot is not None:
+        _write(args.plot, plot(table, strategy))
+        print(f"\nplot written to {args.plot}", file=sys.stderr)
     return 0
 
 
@@ -95,13 +102,17 @@ def _fit(args: argparse.Namespace, engine: EngineConfig) -> int:
     if args.output is None:
         print(text, end="")
         return 0
-    try:
-        Path(args.output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{args.output} cannot be written: {error}") from None
+    _write(args.output, text)
     print(report(table, read_traffic(args.traffic), args.seconds_per_graph))
     print(f"\nwritten to {args.output}; serve with --bucketing-file", file=sys.stderr)
     return 0
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _graphs(args: argparse.Namespace, default: int) -> int:

@@ -1,6 +1,8 @@
 """The report on a bucket table: its numbers, its picture, its file."""
 
+from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -8,6 +10,7 @@ from config.buckets import BucketConfig
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.errors import ConfigError
 from config.traffic import Lengths
+from engine.reports.bucket_plot import plot
 from engine.reports.buckets import (
     Cell,
     bucket_file,
@@ -54,6 +57,28 @@ def test_a_traffic_adds_what_it_pays_for_padding() -> None:
 
     assert "padding over all: " in text
     assert "█ more" in text
+
+
+def test_a_report_names_the_rule_of_each_bucket() -> None:
+    linear = config("linear")
+    table = planned_table(replace(linear, cache=CacheConfig(16, enable_prefix_caching=False)))
+
+    text = report(table, None, strategy="linear")
+
+    listed = " ".join(f"({b},{q},{n})" for _, b, q, n in table.added)
+    assert f"made by linear: 16; added, so that a chunk behind any context fits: {listed}" in text
+    assert listed and text.count("made by linear: all") == 1
+
+
+def test_a_picture_has_a_circle_for_each_bucket() -> None:
+    table = planned_table(config("exponential-v3"))
+
+    root = ElementTree.fromstring(plot(table, "exponential-v3"))
+
+    circles = root.findall(".//{*}circle")
+    assert len(circles) == len(table.buckets)
+    titles = {circle.find("{*}title").text for circle in circles}  # type: ignore[union-attr]
+    assert titles == {str(bucket[1:]) for bucket in table.buckets}
 
 
 def test_an_exact_table_shows_no_buckets() -> None:

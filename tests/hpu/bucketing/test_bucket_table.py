@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +426,20 @@ def test_a_bucket_file_makes_the_table(tmp_path: Path) -> None:
 
     assert (PREFILL, 2, 64, 16) in table.buckets
     assert (DECODE, 8, 1, 128) in table.buckets
+
+
+def test_the_sample_bucket_file_makes_a_table() -> None:
+    sample = Path(__file__).parents[3] / "deploy" / "bucketing_file.txt"
+    of_sample = limits(
+        block_size=128, max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=2048
+    )
+    config = BucketConfig(strategy="file", file=str(sample))
+
+    table = BucketTable.make(config, limits=replace(of_sample, num_blocks=700))
+
+    assert table.find(DECODE, 5, 1, 200).bucket == (8, 1, 224)
+    assert table.find(PREFILL, 1, 100, 3).bucket == (1, 128, 4)
+    assert [bucket[1:] for bucket in table.added] == [(1, 128, 32)]
 
 
 def test_a_table_without_one_phase_is_refused() -> None:
