@@ -33,6 +33,13 @@ from server.cli.flags import command_parser, log_notes, server_parser
 
 logger = logging.getLogger(__name__)
 
+BENCH_HELP = """\
+usage: gaudiserve bench serve [flags]               an OpenAI-compatible server under load
+       gaudiserve bench throughput [MODEL] [flags]  requests and tokens a second, without HTTP
+       gaudiserve bench latency [MODEL] [flags]     seconds of a batch, without HTTP
+
+gaudiserve bench COMMAND --help shows the flags of a command.
+"""
 HELP = f"""\
 usage: gaudiserve COMMAND ...
 
@@ -43,6 +50,8 @@ commands:
   chat [MODEL]    chat in the terminal
   run-batch       answer a file of requests in OpenAI's batch format
   bench serve     benchmark an OpenAI-compatible server
+  bench throughput, bench latency
+                  benchmark a model in this process, without HTTP
   buckets show    print a bucketing strategy's table, and its padding for a traffic
   buckets fit     fit a bucket table to a traffic
   plan [MODEL]    estimate the memory that a model needs on Gaudi cards, without a card
@@ -213,12 +222,18 @@ def _fetch_demo(argv: list[str]) -> int:
 
 
 def _bench(argv: list[str]) -> int:
-    if argv[:1] != ["serve"]:
-        if argv[:1] in (["-h"], ["--help"]):
-            return _module("bench.command", argv)
-        command = " ".join(("gaudiserve", "bench", *argv[:1]))
-        raise ConfigError(f"`{command}` is no command; `gaudiserve bench serve` is")
-    return _module("bench.command", argv[1:])
+    action, *rest = argv or [""]
+    if action in ("-h", "--help"):
+        print(BENCH_HELP, end="")
+        return 0
+    if action == "serve":
+        return _module("bench.command", rest)
+    if action in ("throughput", "latency"):
+        offline = import_module("server.cli.bench.offline")
+        status: int = getattr(offline, action)(rest)
+        return status
+    command = " ".join(("gaudiserve", "bench", *argv[:1]))
+    raise ConfigError(f"`{command}` is no command; serve, throughput and latency are")
 
 
 def _module(name: str, argv: list[str]) -> int:

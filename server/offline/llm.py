@@ -17,6 +17,7 @@ from config.checkpoint.resolve import resolve
 from config.engine import DUMMY, EXTERNAL_LAUNCHER
 from config.errors import UserError
 from config.loading.env import chosen_device, disable_autoload
+from config.loading.sources import Loaded
 from config.model.model_config import GENERATION_LIMITS
 from config.model.read_config import read_model_config
 from config.params.beam_search import BeamSearchParams
@@ -79,7 +80,16 @@ class LLM:
     """
 
     def __init__(self, model: str, **flags: Any) -> None:
-        loaded = with_fallbacks({"model": model, **flags})
+        self._open(with_fallbacks({"model": model, **flags}))
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> "LLM":
+        """An LLM with settings that are read already."""
+        llm = cls.__new__(cls)
+        llm._open(loaded)
+        return llm
+
+    def _open(self, loaded: Loaded) -> None:
         engine, server = loaded.engine, loaded.server
         if chosen_device(engine.device) == "hpu":
             disable_autoload()
