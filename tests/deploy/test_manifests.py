@@ -62,6 +62,17 @@ def test_settings_of_compose_are_settings() -> None:
     assert "HF_TOKEN" in names
 
 
+def test_compose_passes_the_variables_of_a_file() -> None:
+    (given,) = manifest("compose.yaml")[0]["services"]["gaudiserve"]["env_file"]
+    head = text_of("compose.yaml").split("services:")[0]
+
+    assert given == {"path": "server.env", "required": False}
+    assert all(name in head for name in ("server.env", "GAUDISERVE_*", "VLLM_*", "PT_HPU_*"))
+    # The file may hold keys.
+    for ignored in (".gitignore", ".dockerignore"):
+        assert "deploy/server.env" in (ROOT / ignored).read_text(encoding="utf-8").splitlines()
+
+
 def test_compose_local_mounts_the_model_at_its_own_path() -> None:
     (mount,) = manifest("compose.local.yaml")[0]["services"]["gaudiserve"]["volumes"]
     environment = manifest("compose.yaml")[0]["services"]["gaudiserve"]["environment"]

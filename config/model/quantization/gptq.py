@@ -92,7 +92,7 @@ def _packing(packing: str, settings: Fields) -> Packing | None:
 FORMATS = {
     "gptq": QuantizationFormat(
         read=read_gptq,
-        spellings=("gptq_marlin", "gptq_hpu"),
+        spellings=("gptq_marlin", "marlin", "gptq_hpu"),
         file="quantize_config.json",
         auto_round=_packing,
     )
