@@ -1,6 +1,6 @@
 """BucketConfig: which padded shapes a server prepares; hpu/bucketing makes the lists."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from config.errors import ConfigError
 from config.setting import check_settings, is_count, metadata, setting
@@ -126,11 +126,12 @@ class BucketConfig:
 
     def ignored_ranges(self, strategy: str) -> list[str]:
         """Flags of configured ranges that `strategy` does not read."""
+        unset = asdict(Range())
         return [
             f"--{name}-bucket-{part.replace('_', '-')}"
             for name, given in self.ranges.items()
-            for part in ("min", "step", "max", "pad_max", "pad_percent")
-            if getattr(given, part) is not None and not _is_read(strategy, name, part, given)
+            for part, value in asdict(given).items()
+            if value != unset[part] and not _is_read(strategy, name, part, given)
         ]
 
     @property

@@ -37,6 +37,7 @@ from config.loading.flags import FLAGS
 from config.loading.parser import Parser, server_parser
 from config.loading.sources import load
 from config.loading.vllm_flags import absence
+from server.cli.bench.offline import latency_parser, throughput_parser
 from server.cli.bench.options import bench_parser
 from server.cli.buckets import buckets_parser
 from server.cli.calibrate import calibrate_parser
@@ -219,7 +220,12 @@ def test_the_files_that_the_pages_name_exist() -> None:
 
 
 def test_flags_that_the_documents_name_exist() -> None:
-    known = {flag for parser in PARSERS.values() for flag in parser()._option_string_actions}
+    parsers = [make() for make in PARSERS.values()] + [
+        buckets_parser("show"),
+        throughput_parser(),
+        latency_parser(),
+    ]
+    known = {flag for parser in parsers for flag in parser._option_string_actions}
     known |= {"--no-NAME", "--max_model_len", "--version", "--gpu-memory-util"}
     # clients.md has the flags of other programs.
     texts = [page.read_text(encoding="utf-8") for page in ALL_PAGES if page.name != "clients.md"]
@@ -234,7 +240,7 @@ def test_flags_that_the_documents_name_exist() -> None:
 
     # Flags of kubectl, in a manifest, of docker, of pip and of our tests.
     others = {"--from-literal", "--rm", "--runtime", "--cap-add", "--ipc", "--build-arg"}
-    others |= {"--group-add"}
+    others |= {"--group-add", "--entrypoint"}
     others |= {"--extra-index-url", "--previous", "--profile"}
     others |= {"--abort-on-container-exit", "--crd-schemas"}
     # Flags of Ray and of torchrun.

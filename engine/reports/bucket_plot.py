@@ -30,8 +30,8 @@ PANELS = (
 
 
 def plot(table: BucketTable, strategy: str) -> str:
-    """An SVG with a panel for each phase. Axes are logarithmic; a larger circle stands for a larger
-    batch of prompts."""
+    """An SVG with a panel for each phase. Axes are logarithmic; the circle of a prompt bucket grows
+    with its batch."""
     panels = [panel for panel in PANELS if panel.phase in table.phases]
     width = len(panels) * (WIDTH + MARGIN + GAP)
     parts = []

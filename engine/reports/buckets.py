@@ -132,8 +132,7 @@ def report(
 
 
 def _makers(table: BucketTable, phase: int, strategy: str) -> str:
-    """The rules that made the buckets of a phase; buckets besides those of the strategy are
-    listed."""
+    """The rules that made the buckets of a phase, with a list of the added buckets."""
     added = [bucket[1:] for bucket in table.added if bucket[0] == phase]
     count = sum(bucket[0] == phase for bucket in table.buckets) - len(added)
     if not added:

@@ -65,7 +65,7 @@ def make_preset(
         max_model_len, facts, allows_longer=config.allow_long_max_model_len
     )
     length = wanted
-    # Fitted buckets take seconds for each plan, and are not more than those of exponential-v3.
+    # Fitted buckets take seconds for each plan; exponential-v3 makes as many buckets or more.
     quick = replace(config, buckets=config.buckets.resolved("exponential-v3"))
     while True:
         plans = [

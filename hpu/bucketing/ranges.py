@@ -1,12 +1,11 @@
 """Strategies `linear` and `padding-aware`: every combination of points on user-configurable ranges.
 `linear` takes all multiples of a step, `padding-aware` as few points as its padding limits allow.
 
-The defaults of `linear` are those of the Gaudi README of vLLM's fork.
+`linear` has the defaults of the Gaudi README of vLLM's fork.
 """
 
 import itertools
 import math
-from dataclasses import replace
 
 from config.buckets import BucketConfig, Range
 from hpu.bucketing.cost import Shapes
@@ -37,7 +36,7 @@ def range_axes(config: BucketConfig, limits: BucketLimits) -> tuple[Axes, Axes]:
         "bs": axis(
             config.prompt_batch, 1, batch_step if is_linear else 1, limits.max_prefill_batch
         ),
-        "seq": axis(_within(config.prompt_query, max_query), block, block, max_query),
+        "seq": _within(axis(config.prompt_query, block, block, max_query), max_query),
         "ctx": axis(config.prompt_context, 0, 1 if is_linear else 2, context, chunk_blocks),
     }
     decodes = {
@@ -90,10 +89,10 @@ def padding_points(low: int, step: int, high: int, pad_max: int, pad_percent: in
     return points if points[-1] == high else [*points, high]
 
 
-def _within(given: Range, high: int) -> Range:
-    """`given` without points above `high`."""
-    low = None if given.min is None else min(given.min, high)
-    return replace(given, min=low, max=None if given.max is None else min(given.max, high))
+def _within(axis: tuple[int, ...], high: int) -> tuple[int, ...]:
+    """`axis` without points above `high`."""
+    low, step, last, *padding = axis
+    return (min(low, high), step, min(last, high), *padding)
 
 
 def _limits(given: Range, low: int, step: int, high: int) -> tuple[int, int, int]:
@@ -103,9 +102,7 @@ def _limits(given: Range, low: int, step: int, high: int) -> tuple[int, int, int
     return low, step if given.step is None else given.step, high
 
 
-def _linear_axis(
-    given: Range, low: int, step: int, high: int, pad_max: int | None = None
-) -> tuple[int, ...]:
+def _linear_axis(given: Range, low: int, step: int, high: int, pad_max: int = 0) -> tuple[int, ...]:
     """`pad_max` is ignored; only `_padding_axis` uses it."""
     return _limits(given, low, step, high)
 

@@ -6,7 +6,6 @@ from config.buckets import BucketConfig
 from config.errors import bytes_text
 from config.execution import WarmupConfig
 from hpu.bucketing.bucket_table import BucketTable
-from hpu.bucketing.ranges import Axes
 from hpu.bucketing.select import PARAMETERS, bucket_axes
 from hpu.protocol import DECODE, PREFILL, Bucket, Shape
 from hpu.runner.counters import phase_name
@@ -24,17 +23,14 @@ def log_buckets(table: BucketTable, config: BucketConfig, configured: BucketConf
         if ignored := configured.ignored_ranges(config.strategy):
             logger.info("%s have no effect: launches are not padded", ", ".join(ignored))
         return
-    axes: tuple[Axes, Axes] | None = None
-    if config.strategy in PARAMETERS:
-        axes = bucket_axes(config, table.limits)
     for phase in table.phases:
         shapes = [bucket[1:] for bucket in table.buckets if bucket[0] == phase]
-        if axes is None:
-            parameters, sizes = config.strategy, _sizes(phase, shapes)
-        else:
+        if config.strategy in PARAMETERS:
             parameters = PARAMETERS[config.strategy]
-            chosen = axes[0] if phase == PREFILL else axes[1]
-            sizes = ", ".join(f"{name}:{list(axis)}" for name, axis in chosen.items())
+            axes = bucket_axes(config, table.limits)[phase == DECODE]
+            sizes = ", ".join(f"{name}:{list(axis)}" for name, axis in axes.items())
+        else:
+            parameters, sizes = config.strategy, _sizes(phase, shapes)
         logger.info("%s bucket config (%s) %s", _title(phase), parameters, sizes)
         logger.info(
             "Generated %d %s buckets [bs, query, num_blocks]: %s",

@@ -151,7 +151,7 @@ def build(
         captures=loaded.captures,
         graph_bytes=split.graph_bytes,
     )
-    if not loaded.backend.shares_host_memory and components.cache is not None:
+    if not loaded.backend.shares_host_memory and isinstance(loaded.model, CausalLM):
         log_taken("Initializing cache engine", before, loaded.backend)
     # More blocks may be configured than the split plans for.
     left = max(0, loaded.backend.memory()[0] - memory.reserve)

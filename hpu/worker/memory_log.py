@@ -32,19 +32,18 @@ def log_taken(
     before: MemoryUse,
     backend: Backend,
     *,
-    device_bytes: int | None = None,
-    seconds: float | None = None,
+    device_bytes: int = 0,
+    seconds: float = 0.0,
 ) -> None:
     """Log the memory that `what` took since `before`, with the memory in use now.
 
     Args:
-        device_bytes: bytes that it took on the device, where more is known than the difference.
-        seconds: its duration.
+        device_bytes: bytes that it took on the device, if more than the difference is known.
+        seconds: its duration, if it is logged.
     """
     now = memory_use(backend)
     host_bytes = now.host_used - before.host_used
-    if device_bytes is None:
-        device_bytes = now.device_used - before.device_used
+    device_bytes = device_bytes or now.device_used - before.device_used
     if backend.shares_host_memory:
         parts = [_part(device_bytes, "host", now.host_used, now.host_total)]
     else:
@@ -53,9 +52,8 @@ def log_taken(
             _part(host_bytes, "host", now.host_used, now.host_total),
         ]
     fields = {"device_bytes": device_bytes, "host_bytes": host_bytes, **_fields(now)}
-    took = "" if seconds is None else f", in {seconds:.1f} s"
-    if seconds is not None:
-        fields["seconds"] = round(seconds, 3)
+    took = f", in {seconds:.1f} s" if seconds else ""
+    fields |= {"seconds": round(seconds, 3)} if seconds else {}
     logger.info("%s took %s%s", what, " and ".join(parts), took, extra={"fields": fields})
 
 

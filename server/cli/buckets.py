@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     traffic = read_traffic(traffic_file) if traffic_file else None
     strategy = planned_buckets(loaded.engine).strategy
     print(report(table, traffic, args.seconds_per_graph, strategy=strategy))
-    if args.plot is not None:
+    if args.plot:
         _write(args.plot, plot(table, strategy))
         print(f"\nplot written to {args.plot}", file=sys.stderr)
     return 0

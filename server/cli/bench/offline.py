@@ -1,5 +1,5 @@
-"""`gaudiserve bench throughput` and `gaudiserve bench latency`: a model measured in this process,
-without HTTP. The flags and the keys of the JSON results are those of vLLM's commands."""
+"""`gaudiserve bench throughput` and `gaudiserve bench latency` measure a model in this process,
+without HTTP. Flags and the keys of the JSON results have the names of vLLM's commands."""
 
 import argparse
 import asyncio
@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -94,7 +93,7 @@ def latency_parser() -> Parser:
     return parser
 
 
-def _count(minimum: int) -> Callable[[str], Any]:
+def _count(minimum: int) -> Callable[[str], object]:
     return number(int, minimum=minimum)
 
 
@@ -176,15 +175,15 @@ def _opened(argv: Sequence[str], parser: Parser) -> tuple[LLM, argparse.Namespac
 def _check(options: argparse.Namespace, max_model_len: int | None) -> None:
     """Raise ConfigError for flags that do not fit each other."""
     is_random = getattr(options, "dataset_name", "random") == "random"
-    if not is_random and options.dataset_path is None:
+    if not is_random and not options.dataset_path:
         raise ConfigError("--dataset-name is sharegpt, it needs --dataset-path FILE")
     total = (options.input_len or 128) + (options.output_len or 128)
-    if is_random and max_model_len is not None and total > max_model_len:
+    if is_random and max_model_len and total > max_model_len:
         raise ConfigError(
             f"--input-len and --output-len are {total} tokens together, --max-model-len is "
             f"{max_model_len}: lower the first two, or raise --max-model-len"
         )
-    if options.output_json is not None and not Path(options.output_json).parent.is_dir():
+    if options.output_json and not Path(options.output_json).parent.is_dir():
         raise ConfigError(f"--output-json is {options.output_json}, its folder does not exist")
 
 
@@ -225,7 +224,7 @@ def _params(output_len: int, n: int) -> SamplingParams:
 
 
 def _write(path: str | None, results: dict[str, object]) -> None:
-    if path is None:
+    if not path:
         return
     try:
         Path(path).write_text(json.dumps(results, indent=4) + "\n", encoding="utf-8")

@@ -138,7 +138,7 @@ class ListedMessages:
 
 @pytest.mark.parametrize("sends_results", [True, False])
 def test_a_plan_in_flight_is_finished_before_a_bucket_is_warmed_up(sends_results: bool) -> None:
-    # Without `sends_results`, another rank has sent the result: the engine has nothing in flight.
+    # Without `sends_results`, the engine already has the result, from another rank.
     warm_up = WorkerCall(WARM_UP_NEXT)
     channel: Any = ListedMessages(StepPlan(0, []), warm_up, StepPlan(LAST, []))
     device: Any = SilentDevice()

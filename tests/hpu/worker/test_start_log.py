@@ -44,7 +44,7 @@ FORMS = [
     rf"Warmup finished in \d+ secs, allocated {SIZE} of device memory",
     rf"init_cache_engine {TOOK}",
 ]
-"""The lines in their order in a start. `bytes` stands for the documents' `B`."""
+"""The lines in their order in a start. The documents write `B` in place of `bytes`."""
 
 
 def start_log(
