@@ -26,8 +26,8 @@ class GaudiserveError(Exception):
 
 
 class UserError(GaudiserveError):
-    """The request is wrong. `param`: the top-level field, or a path in messages or input; `code`:
-    an error code that clients check."""
+    """The request is wrong. `param`: the field, with its path in messages, input, tools and
+    response_format; `code`: an error code that clients check."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -46,11 +46,13 @@ class PromptTooLong(UserError):
         max_model_len: int,
         *,
         param: str = "messages",
+        limit: str = "max_tokens",
         at_least: bool = False,
         item: str = "",
     ) -> None:
-        """`item`: name of the prompt that is too long, if there are several inputs without an
-        output."""
+        """`param`: the field of the prompt; `limit`: the field of `max_tokens`, which is at fault
+        if the prompt fits without an output. `item`: name of the prompt that is too long, if there
+        are several inputs without an output."""
         more = "at least " if at_least else ""
         requested = f"{more}{num_prompt_tokens} tokens in the prompt"
         if max_tokens is not None:
@@ -60,6 +62,7 @@ class PromptTooLong(UserError):
             )
         remedy = "shorten the prompt"
         if max_tokens is not None and num_prompt_tokens < max_model_len and not at_least:
+            param = limit
             remedy = f"ask for at most {max_model_len - num_prompt_tokens} tokens, or {remedy}"
         if item:
             requested, remedy = f"{more}{num_prompt_tokens} tokens in {item}", "shorten it"

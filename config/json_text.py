@@ -3,6 +3,30 @@
 import json
 from typing import Any
 
+_PROBLEMS = {
+    "Expecting value": "a value is missing, or is not written as JSON",
+    "Expecting ',' delimiter": "a comma or a closing bracket is missing",
+    "Expecting ':' delimiter": "a colon is missing",
+    "Expecting property name enclosed in double quotes": "a name in double quotes is missing",
+    "Unterminated string starting at": "a string has no closing quote",
+    "Invalid control character at": "a string has a control character",
+    "Illegal trailing comma before end of object": "a comma stands before the closing bracket",
+    "Illegal trailing comma before end of array": "a comma stands before the closing bracket",
+    "Extra data": "more text follows the value",
+}
+"""Messages of Python's decoder, in words for users who know JSON but not Python."""
+
+
+def json_problem(error: ValueError) -> str:
+    """Why a line is not JSON, with the column, from the error of `parse_json`."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start + 1} is not UTF-8"
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    # The break at the end of a line is no column of the line.
+    column = min(error.pos, len(error.doc.rstrip())) + 1
+    return f"{_PROBLEMS.get(error.msg, error.msg)}, at column {column}"
+
 
 def parse_json(text: str | bytes) -> Any:
     """Parsed value of `text`. Raises ValueError for invalid JSON and for values that are nested too

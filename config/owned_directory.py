@@ -111,7 +111,7 @@ def _remove_if_stale(path: str) -> None:
             if os.fstat(lock).st_nlink:
                 _empty(directory)
                 os.rmdir(path)
-                logger.info("Removed %s, left by a process that was killed", path)
+                logger.debug("Removed %s, left by a process that was killed", path)
         finally:
             os.close(lock)
     finally:

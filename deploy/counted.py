@@ -82,11 +82,17 @@ class Counter:
         self._is_terminal = out.isatty()
         self._begun_s = time.monotonic()
         self._lock = threading.Lock()
+        self._last_write_s = self._begun_s
         self.interval_s = TERMINAL_S if self._is_terminal else line_s
         self.step = ""
         """The step of the command, in words."""
         self.progress: Callable[[], str] = str
         """How far the step is, in words."""
+
+    def silence_left_s(self) -> float:
+        """Seconds until the count is due: `interval_s` after the last line. A line of the command
+        may be its last, and a count right behind the line would seem to be about later work."""
+        return max(0.0, self._last_write_s + self.interval_s - time.monotonic())
 
     def show(self) -> None:
         """Write the count."""
@@ -122,6 +128,7 @@ class Counter:
         with self._lock:
             print(f"{CLEAR_LINE if self._is_terminal else ''}{text}", end="", file=self._out)
             self._out.flush()
+            self._last_write_s = time.monotonic()
 
 
 def run(command: list[str], counter: Counter, *, summarizes: bool) -> int:
@@ -150,8 +157,9 @@ def run(command: list[str], counter: Counter, *, summarizes: bool) -> int:
 
 
 def _count_until_end(process: "subprocess.Popen[str]", counter: Counter) -> None:
-    while not _ends_within(counter.interval_s, process):
-        counter.show()
+    while not _ends_within(counter.silence_left_s(), process):
+        if not counter.silence_left_s():
+            counter.show()
 
 
 def _ends_within(seconds: float, process: "subprocess.Popen[str]") -> bool:

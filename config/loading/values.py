@@ -63,11 +63,13 @@ def clipped(message: str) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean x?` if a known word has a similar spelling, else empty: a wrong hint is worse
-    than no hint."""
+    than no hint. The lengths may differ by 2, in long words by a quarter."""
     alike = [
         other
         for other in known
-        if abs(len(other) - len(word)) <= 2 or other.startswith(word) or word.startswith(other)
+        if abs(len(other) - len(word)) <= max(2, len(word) // 4)
+        or other.startswith(word)
+        or word.startswith(other)
     ]
     near = difflib.get_close_matches(word, alike, n=1, cutoff=0.8)
     return f"; did you mean {near[0]}?" if near else ""

@@ -199,6 +199,10 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
             if failed.is_profile:
                 code = PROFILE_EXIT
             is_told = isinstance(error, EngineDied) and error.is_logged
+            if isinstance(error, ConfigError):
+                # The last line of a single server is the reason, or the error of a command.
+                parallel = orders.config.data_parallel
+                is_told = orders.num_front_ends == parallel.data_parallel_size == 1
             if isinstance(error, (ConfigError, EngineDied)) and not is_told:
                 level = logging.INFO if failed.is_profile else logging.ERROR
                 logger.log(level, "%s", failed.message)

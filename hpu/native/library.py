@@ -46,6 +46,8 @@ COMPILE_TIMEOUT_S = 1800.0
 """Limit of a compilation, which takes 1 to 3 minutes on two cores, and longer on busy cores."""
 COUNT_S = 1.0
 """Interval between progress reports of a compilation."""
+AFTER_COMPILATION = "preparing the device"
+"""Step that replaces the progress of a compilation."""
 MOST_LOST = 2.0**-11
 """Maximum relative change of a weight (root of the sum of squares) by 16-bit integers: half of the
 change by rounding from float32 to bfloat16."""
@@ -549,6 +551,8 @@ def _compile(compiler: str, path: Path, runtime: list[str], on_step: OnStep) -> 
     with tempfile.TemporaryFile() as output:
         status = _run_compiler(command, str(path.parent), output, on_step)
         seconds = time.perf_counter() - start
+        # Before the line of the log: otherwise the last step may be shown after it.
+        on_step(AFTER_COMPILATION)
         if status == 0:
             logger.info("Kernels: compiled in %.1f s", seconds)
             return True

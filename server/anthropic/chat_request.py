@@ -92,12 +92,12 @@ def _reasoning_fields(body: CountBody) -> dict[str, Any]:
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
-        raise UserError(f"{where} is {value_text(tool)}, it must be an object", param="tools")
+        raise UserError(f"{where} is {value_text(tool)}, it must be an object", param=where)
     if tool.get("type") not in (None, "custom"):
-        raise UserError(wrong_field(tool, "type", where, "a string"), param="tools")
+        raise UserError(wrong_field(tool, "type", where, "a string"), param=f"{where}.type")
     if not isinstance(tool.get("input_schema"), dict):
         message = wrong_field(tool, "input_schema", where, "the JSON schema of an object")
-        raise UserError(message, param="tools")
+        raise UserError(message, param=f"{where}.input_schema")
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 

@@ -108,7 +108,9 @@ class CountBody(Body):
     """A conversation whose tokens are to be counted: what makes the prompt."""
 
     model_config = ConfigDict(
-        json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello!"}]}}
+        json_schema_extra={
+            "example": {"messages": [{"role": "user", "content": "What is the capital of Japan?"}]}
+        }
     )
     unsupported: ClassVar[Unsupported] = {
         "container": (),
@@ -180,7 +182,7 @@ class MessagesBody(CountBody):
         json_schema_extra={
             "example": {
                 "max_tokens": 64,
-                "messages": [{"role": "user", "content": "Hello!"}],
+                "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
             }
         }
     )

@@ -13,8 +13,8 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from config.errors import ConfigError
-from config.json_text import parse_json
+from config.errors import ConfigError, value_text
+from config.json_text import json_problem, parse_json
 from server.cli.http_client import Answer
 
 PREFIX = "batch_req_"
@@ -74,9 +74,9 @@ def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:
     try:
         line = parse_json(raw)
     except ValueError as error:
-        return InvalidLine(number, None, f"no JSON: {error}")
+        return InvalidLine(number, None, f"it is not JSON: {json_problem(error)}")
     if not isinstance(line, dict):
-        return InvalidLine(number, None, f"it is {type(line).__name__}, it must be an object")
+        return InvalidLine(number, None, f"it is {value_text(line)}, it must be an object")
     try:
         msgspec.json.encode(line)
     except UnicodeEncodeError:
@@ -93,7 +93,7 @@ def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:
     elif " " in url:
         problem = f"url is {url!r}, it must be without blanks"
     elif not isinstance(body, dict):
-        problem = f"body is {type(body).__name__}, it must be an object"
+        problem = f"body is {value_text(body)}, it must be an object"
     elif body.get("stream"):
         problem = "stream is true, and a batch has no streams"
     else:

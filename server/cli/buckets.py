@@ -37,6 +37,10 @@ def buckets_parser(action: str) -> Parser:
         "Show or fit bucket tables; needs no model and no device.",
         has_model=False,
     )
+    parser.examples = {
+        "show": ("gaudiserve buckets show --max-num-seqs 64 --max-model-len 8K",),
+        "fit": ("gaudiserve buckets fit --traffic requests.jsonl --output buckets.txt",),
+    }[action]
     group = parser.add_argument_group("This command")
     group.add_argument(
         "--traffic", metavar="FILE", help="JSONL of lengths, a /metrics page, or a request log"

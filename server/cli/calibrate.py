@@ -35,9 +35,6 @@ EPILOG = """\
 FILE holds samples of what users will send. A .jsonl file has one in each line: a string, or an
 object with `prompt`, `text` or `messages` (a conversation, which goes through the chat template).
 Of any other file each line is a text. A few hundred samples are enough.
-
-example:
-  gaudiserve calibrate meta-llama/Llama-3.1-8B-Instruct --data samples.jsonl -o llama-fp8
 """
 
 
@@ -48,6 +45,9 @@ def calibrate_parser() -> Parser:
         description=DESCRIPTION,
         epilog=EPILOG,
         is_raw=True,
+    )
+    parser.examples = (
+        "gaudiserve calibrate meta-llama/Llama-3.1-8B-Instruct --data samples.jsonl -o llama-fp8",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="Model folder or Hugging Face id, in bfloat16 or float16")

@@ -16,6 +16,10 @@ def doctor_parser() -> Parser:
         "Check whether a server with these flags can run on this machine.",
         has_model=False,
     )
+    parser.examples = (
+        "gaudiserve doctor",
+        "gaudiserve doctor --device hpu -tp 2",
+    )
     parser.add_argument_group("This command").add_argument(
         "--json", action="store_true", help="Print JSON"
     )

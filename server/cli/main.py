@@ -3,6 +3,7 @@
 Each subcommand imports its modules when it runs, so that `--help` and `config` start fast.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -177,6 +178,10 @@ def _config(argv: list[str]) -> int:
     parser = command_parser(
         "gaudiserve config", "Print the configuration that `serve` would run with."
     )
+    parser.examples = (
+        "gaudiserve config /data/model --max-num-seqs 64",
+        "gaudiserve config --config serve.yaml --json",
+    )
     parser.add_argument("--json", action="store_true", help="Print JSON")
     from config.checkpoint.demo import NAMES
 
@@ -192,10 +197,22 @@ def _as_json(shown: Mapping[str, tuple[object, str]]) -> str:
 
 
 def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
-    flags = {flag.key: flag for flag in FLAGS}
-    rows = [(key, flags[key].shown(value), source) for key, (value, source) in shown.items()]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows)
+    """The values in the groups of `--help`: a title, and a line per setting below it."""
+    rows = [
+        (flag.setting.group, flag.key, flag.shown(shown[flag.key][0]), shown[flag.key][1])
+        for flag in FLAGS
+        if flag.key in shown
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in (1, 2)]
+    blocks = []
+    for group, members in itertools.groupby(rows, key=lambda row: row[0]):
+        lines = [f"{group}:"]
+        lines += [
+            f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {source}"
+            for _, key, value, source in members
+        ]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 def _fetch_demo(argv: list[str]) -> int:
@@ -204,6 +221,7 @@ def _fetch_demo(argv: list[str]) -> int:
         usage="gaudiserve fetch-demo [flags]",
         description="Download the demo model into the cache folder, and print its path.",
     )
+    parser.examples = ("gaudiserve fetch-demo --cache-dir /data/cache",)
     (cache_dir,) = (flag for flag in FLAGS if flag.key == "cache-dir")
     parser.add_argument(
         "--cache-dir",

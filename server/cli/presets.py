@@ -27,6 +27,10 @@ def presets_parser() -> Parser:
         "gaudiserve presets",
         "Print settings for a model on Gaudi cards as YAML for --config. Needs no card.",
     )
+    parser.examples = (
+        "gaudiserve presets /data/model",
+        "gaudiserve presets /data/model --cards 2 > serve.yaml",
+    )
     parser.conflict_handler = "resolve"
     group = parser.add_argument_group("This command")
     group.add_argument(

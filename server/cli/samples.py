@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
-from config.json_text import parse_json
+from config.json_text import json_problem, parse_json
 
 Sample = str | list[dict[str, Any]]
 """Text or conversation."""
@@ -36,7 +36,7 @@ def _sample(path: Path, line_number: int, line: str) -> Sample:
     try:
         value = parse_json(line)
     except ValueError as error:
-        raise ConfigError(f"{where}: no JSON: {error}") from error
+        raise ConfigError(f"{where}: not JSON: {json_problem(error)}") from error
     if isinstance(value, dict):
         found = next((value[key] for key in ("messages", "prompt", "text") if key in value), None)
         is_conversation = isinstance(found, list) and all(

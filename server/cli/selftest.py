@@ -32,6 +32,10 @@ def selftest_parser() -> Parser:
         "Check on a Gaudi card what this server assumes of the card and of the vendor's software.",
         no_model="kernels are checked with sizes of no model",
     )
+    parser.examples = (
+        "gaudiserve selftest --quick",
+        "gaudiserve selftest /data/model --json selftest.json",
+    )
     group = parser.add_argument_group("This command")
     group.add_argument(
         "--quick", action="store_true", help="Only the checks that matter most, within a minute"

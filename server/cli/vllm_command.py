@@ -35,13 +35,15 @@ MAX_SCRIPT_BYTES = 2**10
 def main(argv: list[str]) -> int:
     """Write the command into the folder of this environment's commands. Raises ConfigError if that
     fails."""
-    Parser(
+    parser = Parser(
         prog="gaudiserve vllm-command",
         usage="gaudiserve vllm-command",
         description="Write a command `vllm` that is gaudiserve beside the command gaudiserve, "
         "unless vLLM is installed. `python3 -m vllm.entrypoints.openai.api_server` then runs "
         "that command.",
-    ).parse_all(argv)
+    )
+    parser.examples = ("gaudiserve vllm-command",)
+    parser.parse_all(argv)
     path = Path(sysconfig.get_path("scripts")) / NAME
     if found := installed(path):
         print(f"{found} is installed: nothing is written")

@@ -178,7 +178,9 @@ def output_limit(
         if max_output < 1:
             raise PromptTooLong(count, None, max_model_len, param=param)
         if params.min_tokens > max_output:
-            raise PromptTooLong(count, params.min_tokens, max_model_len, param=param)
+            raise PromptTooLong(
+                count, params.min_tokens, max_model_len, param=param, limit="min_tokens"
+            )
         default = max(limits.default_max_tokens, params.min_tokens)
         return min(max_output, max_new_tokens, default)
     if params.max_tokens > max_output:

@@ -103,6 +103,17 @@ async def start_chat(
 ) -> ServingRequest:
     """Start answering `body`. Raises UserError and Overloaded; an error leaves no request in the
     engine."""
+    try:
+        return await _start_chat(state, request, body, id_prefix)
+    except UserError as error:
+        if error.param == "max_tokens":
+            error.param = body.limit_field
+        raise
+
+
+async def _start_chat(
+    state: AppState, request: Request, body: ChatBody, id_prefix: str
+) -> ServingRequest:
     model = state.model(body.model)
     await body.on_thread_if_large(body.check)
     params = await body.sampling_params(

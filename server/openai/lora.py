@@ -22,6 +22,7 @@ from server.openai.schema.generation import Body
 from server.serving.state import AppState
 
 MAX_NAME_CHARACTERS = 256
+MAX_NAMES_SHOWN = 10
 
 
 class LoadAdapterBody(Body):
@@ -82,7 +83,7 @@ def lora_routes(state: AppState) -> APIRouter:
         body = await parse(UnloadAdapterBody, await state.bodies.read_object(request))
         name = body.lora_name
         if name not in state.client.adapters:
-            raise NotFound(f"The adapter '{name[:200]}' does not exist.", param="lora_name")
+            raise _no_such_adapter(state, name)
         left = await state.client.control(UNLOAD_ADAPTER, lora_name=name)
         return json_response(
             {
@@ -92,6 +93,19 @@ def lora_routes(state: AppState) -> APIRouter:
         )
 
     return router
+
+
+def _no_such_adapter(state: AppState, name: str) -> NotFound:
+    served = list(state.client.adapters)
+    shown = ", ".join(served[:MAX_NAMES_SHOWN])
+    if len(served) > MAX_NAMES_SHOWN:
+        shown += f" and {len(served) - MAX_NAMES_SHOWN} others"
+    known = f"this server has {shown}" if served else "this server has no adapter now"
+    return NotFound(
+        f"The adapter '{name[:200]}' does not exist; {known} (GET /v1/models lists them). "
+        "POST /v1/load_lora_adapter adds one.",
+        param="lora_name",
+    )
 
 
 def allowed_folder(config: ServerConfig) -> str:

@@ -11,7 +11,7 @@ import { follow, setUpScrolling, toEnd } from "./scrolling.js";
 import { onServer, refresh, refuseKey, server, trouble } from "./server_state.js";
 import { rememberModel, settings, setUpSettings } from "./settings.js";
 import { curl, lastRequest, python } from "./snippets.js";
-import { MAX_CHARACTERS, saveConversation } from "./storage.js";
+import { deleteConversation, MAX_CHARACTERS, saveConversation } from "./storage.js";
 import { isEmpty, newAnswer, stream } from "./stream.js";
 import { count, shorten, shortName } from "./format.js";
 import { UndoLine } from "./undo.js";
@@ -61,7 +61,7 @@ function welcome() {
 }
 
 function demoHint() {
-  const shown = element("p", "The demo model is made to try the server; its answers are often wrong.", "demo-hint");
+  const shown = element("p", "The demo model is made to try the server. Ask about facts: its answers are often wrong, and those to greetings or about itself are odd.", "demo-hint");
   shown.hidden = server.facts?.model !== DEMO;
   return shown;
 }
@@ -111,6 +111,8 @@ async function write(before, content) {
   });
   showFailure("");
   replacement.clear();
+  // In the list from the start: a closed tab loses no question.
+  if (content) keep(written);
   draw();
   byId("messages").append(shown.root);
   // The button that asked, an example or Retry, is gone: the keyboard goes on in the list.
@@ -136,7 +138,8 @@ async function write(before, content) {
   if (writing === controller) endWriting();
   if (isEmpty(answer) && ["broken", "stopped"].includes(answer.end)) written.messages = before;
   else written.messages.push(answer);
-  keep(written);
+  if (written.messages.length) keep(written);
+  else deleteConversation(written.id);
   refresh();
   if (written !== chat) return drawList(chat.id);
   draw();
@@ -227,7 +230,8 @@ export function setUpChat() {
   setUpScrolling();
   setUpComposer({ send: () => ask(takeContent()), stop: () => writing.abort(), isStreaming: () => writing !== null });
   setUpList({
-    open,
+    // The list has the conversation that is being answered without its answer.
+    open: (other) => (writing && other.id === chat.id ? toEnd() : open(other)),
     create: () => {
       open(newChat());
       byId("question").focus();

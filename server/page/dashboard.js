@@ -42,7 +42,13 @@ function draw() {
   drawRecent(facts?.recent ?? null);
 }
 
+// The explanation of a word where it is used is that of the list at the end.
+function explain(word) {
+  word.title = byId(`term-${word.dataset.term}`).textContent;
+}
+
 export function setUpDashboard() {
+  document.querySelectorAll("[data-term]").forEach(explain);
   setUpShapes();
   onServer(draw);
   draw();

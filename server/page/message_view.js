@@ -7,6 +7,7 @@ import { picture } from "./pictures.js";
 import { isEmpty } from "./stream.js";
 
 const WAITING = "Waiting for the first token";
+const STATS = "A token is a word or a piece of a word. The time to the first token and the speed are measured in this browser.";
 const NOTES = {
   stopped: () => "You stopped this answer.",
   repeats: () => "The answer repeated itself, so the page ended it. Retry, raise the temperature, or turn this off in Settings.",
@@ -43,7 +44,7 @@ export class AnswerView {
     this.text = element("div", "", "markdown");
     this.calls = element("div", "", "calls");
     this.note = element("p", "", "note");
-    this.stats = element("span", "", "quiet");
+    this.stats = element("span", "", "quiet", { title: STATS });
     this.foot = element("footer", "", "foot");
     // One group: on a narrow page, all buttons go to the next line together.
     const actions = element("span", "", "actions");

@@ -13,6 +13,8 @@ export function drawRecent(known) {
   // The height of a duration, from 0 to 1.
   const height = (time) => Math.max(0, Math.log10(Math.max(time, SHORTEST_S) / SHORTEST_S) / decades);
   drawTicks(decades);
+  byId("bars").style.setProperty("--decades", decades);
+  byId("ages").hidden = !recent.length;
   byId("bars").replaceChildren(...recent.map((request) => bar(request, height)));
   byId("latencies").textContent = recent.length ? medians(recent) : "";
   const rows = [...recent].reverse().map(row);

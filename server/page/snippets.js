@@ -1,6 +1,6 @@
 // A chat request as a curl command and as a Python script.
 
-const EXAMPLE = [{ role: "user", content: "Hello" }];
+const EXAMPLE = [{ role: "user", content: "What is the capital of Japan?" }];
 
 // The request that asks for the last answer: the conversation without what came after its last question.
 export function lastRequest(body) {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from config.json_text import parse_json
+from config.json_text import json_problem, parse_json
 
 
 def test_json_is_parsed() -> None:
@@ -13,3 +13,25 @@ def test_json_is_parsed() -> None:
 def test_all_that_is_no_json_raises_the_same_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("hello", "a value is missing, or is not written as JSON, at column 1"),
+        ("", "a value is missing, or is not written as JSON, at column 1"),
+        ('{"a": 1', "a comma or a closing bracket is missing, at column 8"),
+        ("{'a': 1}", "a name in double quotes is missing, at column 2"),
+        ('{"a" 1}', "a colon is missing, at column 6"),
+        ('{"a": "b}', "a string has no closing quote, at column 7"),
+        ('{"a": "\t"}', "a string has a control character, at column 8"),
+        ("{} {}", "more text follows the value, at column 4"),
+        (b"\xff{}", "byte 1 is not UTF-8"),
+        ("[" * 100_000, "its values are nested too deeply"),
+    ],
+)
+def test_the_problem_of_a_line_is_told_in_plain_words(text: str | bytes, problem: str) -> None:
+    with pytest.raises(ValueError, match=r".") as refused:
+        parse_json(text)
+
+    assert json_problem(refused.value) == problem

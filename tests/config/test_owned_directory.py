@@ -1,5 +1,6 @@
 """config/owned_directory.py: what a killed process left goes, and nothing else does."""
 
+import logging
 import os
 import signal
 import socket
@@ -55,7 +56,10 @@ def made_in(parent: Path) -> OwnedDirectory:
     return OwnedDirectory(PREFIX, parent)
 
 
-def test_what_a_killed_owner_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_what_a_killed_owner_left_is_removed_at_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
     with owner(tmp_path) as (path, process):
         kill(process)
         was_left = path.exists()
@@ -66,6 +70,10 @@ def test_what_a_killed_owner_left_is_removed_at_the_next_start(tmp_path: Path) -
     assert was_left
     assert names == [os.path.basename(mine.path)]
     assert os.listdir(tmp_path) == []
+    # Every start after a kill removes such folders: at INFO the line alarms.
+    (line,) = caplog.records
+    assert "left by a process that was killed" in line.getMessage()
+    assert line.levelno == logging.DEBUG
 
 
 def test_the_directory_of_a_living_owner_stays(tmp_path: Path) -> None:

@@ -38,6 +38,15 @@ def test_a_silent_command_is_counted_with_its_last_words(
     assert LINE_S == 5
 
 
+def test_no_count_follows_the_last_line_of_the_command() -> None:
+    out = io.StringIO()
+    program = "import sys, time; time.sleep(0.7); print('done', file=sys.stderr, flush=True); "
+
+    run(python(f"{program} time.sleep(0.7)"), Counter("kernels", out, line_s=1), summarizes=False)
+
+    assert out.getvalue() == "done\n"
+
+
 def test_on_a_terminal_the_count_is_one_line_that_is_removed() -> None:
     out = Terminal()
     counter = Counter("pip", out)

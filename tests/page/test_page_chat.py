@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from page_browser import ask, chromium, open_page, send, window
+from page_browser import HEIGHTS, ask, chromium, open_page, send, window
 from page_replies import LONG, MARKDOWN, THINKS, TOOL_CALL, TOOLS
 from page_rig import PageServer, serving
 from playwright.sync_api import Browser, Page, expect
@@ -286,6 +286,7 @@ def test_the_empty_chat_says_what_the_demo_model_is_for(
         expect(page.locator("#model")).to_have_text(name)
         expect(page.locator(".demo-hint")).to_be_visible(visible=is_demo)
         expect(page.locator(".demo-hint")).to_contain_text("often wrong")
+        expect(page.locator(".demo-hint")).to_contain_text("greetings")
 
 
 def test_conversations_are_kept_opened_and_deleted(page: Page, server: PageServer) -> None:
@@ -306,6 +307,65 @@ def test_conversations_are_kept_opened_and_deleted(page: Page, server: PageServe
     page.click("#forget")
     expect(names).to_have_count(0)
     assert page.evaluate("Object.keys(localStorage).filter((name) => /chat:/.test(name))") == []
+
+
+def test_a_conversation_is_in_the_list_when_it_is_sent(page: Page, server: PageServer) -> None:
+    server.answer(LONG, pace_s=0.01)
+    send(page, "Tell me")
+    expect(answers(page).last).to_contain_text("number 1")
+    names = page.locator(".chat-name")
+
+    expect(names).to_have_text("Tell me")
+    expect(names).to_have_attribute("aria-current", "true")
+    names.click()
+    # The answer goes on.
+    expect(answers(page).last).to_contain_text("number 9")
+    page.click("#send")
+    expect(page.locator("#send")).to_have_text("Send")
+    names.click()
+    expect(answers(page).last).to_contain_text("number 9")
+
+
+def test_a_first_message_that_fails_leaves_no_conversation(page: Page, server: PageServer) -> None:
+    server.rig.state.is_draining = True
+    try:
+        send(page, "Lost?")
+        expect(page.locator("#failure")).to_be_visible()
+    finally:
+        server.rig.state.is_draining = False
+
+    expect(page.locator("#question")).to_have_value("Lost?")
+    expect(page.locator(".chat-name")).to_have_count(0)
+    assert page.evaluate("Object.keys(localStorage).filter((name) => /chat:/.test(name))") == []
+
+
+@pytest.mark.parametrize("width", HEIGHTS)
+def test_a_wide_table_scrolls_in_its_answer(
+    browser: Browser, server: PageServer, width: int
+) -> None:
+    names = [f"A column of words {index}" for index in range(12)]
+    rows = (
+        ("", *names, ""),
+        ("", *("-" for _ in names), ""),
+        ("", *("some words" for _ in names), ""),
+    )
+    server.answer("\n".join("|".join(row) for row in rows))
+    with window(browser, width) as page:
+        open_page(page, server.url)
+        ask(page, "A table")
+
+        table = page.locator(".markdown .scroll")
+        inner, outer = table.evaluate("box => [box.scrollWidth, box.clientWidth]")
+
+        assert inner > outer
+        heights = page.locator(".markdown th").evaluate_all("all => all.map(h => h.offsetHeight)")
+        # Words are not squeezed below each other.
+        assert max(heights) < 60
+        fits = "() => document.documentElement.scrollWidth <= innerWidth"
+        assert page.evaluate(fits)
+        assert page.locator("#messages").evaluate("box => box.scrollWidth <= box.clientWidth")
+        table.evaluate("box => box.scrollTo(box.scrollWidth, 0)")
+        expect(page.locator(".markdown th").last).to_be_in_viewport(ratio=0.9)
 
 
 def test_a_deletion_can_be_undone(page: Page, server: PageServer) -> None:
@@ -592,7 +652,9 @@ def test_a_key_is_needed_in_copies_only_if_the_page_has_one(page: Page) -> None:
 
     assert '-H "Authorization: Bearer $OPENAI_API_KEY"' in made[0]
     assert 'os.environ["OPENAI_API_KEY"]' in made[1]
-    assert "OPENAI_API_KEY" not in made[2] and '"content": "Hello"' in made[2]
+    assert (
+        "OPENAI_API_KEY" not in made[2] and '"content": "What is the capital of Japan?"' in made[2]
+    )
 
 
 def test_the_chat_works_with_the_keyboard_alone(page: Page) -> None:

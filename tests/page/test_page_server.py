@@ -1,5 +1,6 @@
 """The view of the server: figures, launches by bucket, recent requests."""
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -38,11 +39,49 @@ def test_the_figures_have_units_and_legends(
         # Two misses among 91,026.
         expect(page.locator("#hits")).to_have_text("99.9 %")
         expect(page.locator(".legend").first).to_contain_text("to the first token")
-        expect(page.locator(".legend").first).to_contain_text("seconds, logarithmic")
+        expect(page.locator(".legend").first).to_contain_text("each line is ten times")
         expect(page.locator("#ticks span").first).to_have_text("10 ms")
         expect(page.locator("#ticks span").last).to_have_text("1000 s")
         # Every bar of the chart has a row.
         expect(page.locator("#recent tr")).to_have_count(60)
+
+
+@pytest.mark.parametrize("width", HEIGHTS)
+def test_bars_are_wide_apart_and_the_newest_is_in_view(
+    browser: Browser, server: PageServer, width: int
+) -> None:
+    server.fill()
+    with window(browser, width) as page:
+        open_page(page, server.url)
+        page.click("#to-server")
+        expect(page.locator("#bars span")).to_have_count(60)
+
+        boxes = [bar.bounding_box() for bar in page.locator("#bars span").all()[-30:]]
+        chart = page.locator("#bars").bounding_box()
+
+        assert chart is not None
+        edges = [(box["x"], box["x"] + box["width"]) for box in boxes if box is not None]
+        assert all(right - left >= 5 for left, right in edges)
+        assert all(after[0] - box[1] >= 1.5 for box, after in itertools.pairwise(edges))
+        assert edges[0][0] >= chart["x"] and edges[-1][1] <= chart["x"] + chart["width"]
+        # A line at each tick, from 10 ms to 1000 s.
+        assert page.locator("#bars").evaluate("b => b.style.getPropertyValue('--decades')") == "5"
+        expect(page.locator("#ages")).to_have_text("oldernewest")
+
+
+def test_the_terms_are_explained_where_they_are_used(browser: Browser, server: PageServer) -> None:
+    with window(browser) as page:
+        open_page(page, server.url)
+        page.click("#to-server")
+
+        terms = page.locator("#server-view abbr").all()
+        titles = [term.get_attribute("title") for term in terms]
+
+        assert len(titles) > 10 and all(titles)
+        page.click("#glossary summary")
+        explanations = page.locator("#glossary dd").all_inner_texts()
+        assert set(filter(None, titles)) <= set(explanations)
+        expect(page.locator("#glossary")).to_contain_text("Padding")
 
 
 def test_a_long_request_flattens_no_other(browser: Browser, server: PageServer) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
-from config.json_text import parse_json
+from config.json_text import json_problem, parse_json
 from config.loading.parser import Parser, number
 from config.loading.vllm_flags import absence
 from server.cli.bench.openai import PATHS
@@ -249,7 +249,9 @@ def _extra_body(text: str) -> dict[str, Any]:
     try:
         body = parse_json(text)
     except ValueError as error:
-        raise ConfigError(f"extra-body is {text!r}, no JSON: {error}") from None
+        raise ConfigError(
+            f"extra-body is {text!r}, which is not JSON: {json_problem(error)}"
+        ) from None
     if not isinstance(body, dict):
         raise ConfigError(f"extra-body is {text!r}, it must be a JSON object")
     return body

@@ -53,10 +53,16 @@ def as_response_fields() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        error.param = _FIELD_NAMES.get(error.param or "", error.param)
-        for word, shown in _MESSAGE_WORDS:
-            error.message = error.message.replace(word, shown)
+        param = error.param or ""
+        error.param = _FIELD_NAMES.get(param) or _renamed(param) or None
+        error.message = _renamed(error.message)
         raise
+
+
+def _renamed(text: str) -> str:
+    for word, shown in _MESSAGE_WORDS:
+        text = text.replace(word, shown)
+    return text
 
 
 async def resolve_request(

@@ -108,7 +108,9 @@ class ResponseBody(GenerationBody):
     """Items to respond to."""
 
     model_config = ConfigDict(
-        json_schema_extra={"example": {"input": "Hello!", "max_output_tokens": 64}}
+        json_schema_extra={
+            "example": {"input": "What is the capital of Japan?", "max_output_tokens": 64}
+        }
     )
     unsupported: ClassVar[Unsupported] = {
         **UNSUPPORTED,

@@ -122,9 +122,10 @@ def _functions(tools: list[Any] | None) -> Iterator[tuple[Tool, str | None, str]
             name, members = tool.get("name"), tool.get("tools")
             if not isinstance(name, str) or not name:
                 message = wrong_field(tool, "name", where, "a string that is not empty")
-                raise UserError(message, param="tools")
+                raise UserError(message, param=f"{where}.name")
             if not isinstance(members, list):
-                raise UserError(wrong_field(tool, "tools", where, "a list"), param="tools")
+                message = wrong_field(tool, "tools", where, "a list")
+                raise UserError(message, param=f"{where}.tools")
             for position, member in enumerate(members):
                 path = f"{where}.tools[{position}]"
                 if _checked_type(member, path) == "function":
@@ -134,7 +135,8 @@ def _functions(tools: list[Any] | None) -> Iterator[tuple[Tool, str | None, str]
 def _checked_type(tool: Any, where: str) -> str:
     kind = type_of(tool)
     if kind is None:
-        raise UserError(untyped(tool, where, "function"), param="tools")
+        param = f"{where}.type" if isinstance(tool, dict) else where
+        raise UserError(untyped(tool, where, "function"), param=param)
     return kind
 
 

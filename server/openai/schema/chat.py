@@ -171,7 +171,10 @@ class ChatBody(ChatPromptBody, GenerationBody):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "example": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
+            "example": {
+                "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+                "max_tokens": 64,
+            }
         }
     )
     unsupported: ClassVar[Unsupported] = {
@@ -290,6 +293,11 @@ class ChatBody(ChatPromptBody, GenerationBody):
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
+
+    @property
+    def limit_field(self) -> str:
+        """Name of the field that `limit` is from."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_logprobs(self) -> int | None:

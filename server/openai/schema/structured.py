@@ -113,17 +113,21 @@ def _of_format(given: Mapping[str, Any] | None) -> GrammarSpec | None:
         raise UserError(
             f"response_format has type {str(kind)[:MAX_SHOWN_CHARACTERS]!r}, it must be text, "
             "json_object, json_schema or structural_tag",
-            param=name,
+            param=f"{name}.type",
         )
     schema = given.get("json_schema")
     if not isinstance(schema, dict):
-        raise UserError(wrong_field(given, "json_schema", name, "an object"), param=name)
+        raise _bad_field(given, "json_schema", name, "an object")
     path = f"{name}.json_schema"
     if not isinstance(schema.get("name"), str) or not schema["name"]:
-        raise UserError(wrong_field(schema, "name", path, "a string"), param=name)
+        raise _bad_field(schema, "name", path, "a string")
     if not isinstance(schema.get("schema"), (dict, bool)):
-        raise UserError(wrong_field(schema, "schema", path, "an object"), param=name)
+        raise _bad_field(schema, "schema", path, "an object")
     return _spec_for(f"{path}.schema", {"json": schema["schema"]})
+
+
+def _bad_field(parent: Mapping[str, object], field: str, where: str, wanted: str) -> UserError:
+    return UserError(wrong_field(parent, field, where, wanted), param=f"{where}.{field}")
 
 
 def _spec_for(field: str, requested: Mapping[str, Any]) -> GrammarSpec | None:

@@ -103,26 +103,29 @@ def forced_schema(tools: list[Any], choice: Any, *, is_parallel: bool) -> dict[s
 
 
 def check_function(tool: Any, where: str) -> str:
-    """The name of a function. Raises UserError."""
+    """The name of the function at the path `where`. Raises UserError, with the path of the wrong
+    field."""
     if not isinstance(tool, dict) or tool.get("type") not in (None, "function"):
         shown = untyped(tool, where, "function") if not type_of(tool) else ""
-        raise _bad(shown or f"{where} has type {type_of(tool)!r}, it must be 'function'")
+        message = shown or f"{where} has type {type_of(tool)!r}, it must be 'function'"
+        raise _bad(message, f"{where}.type" if isinstance(tool, dict) else where)
     function, path = tool.get("function"), f"{where}.function"
     if not isinstance(function, dict):
-        raise _bad(wrong_field(tool, "function", where, "an object"))
+        raise _bad_field(tool, "function", where, "an object")
     name = function.get("name")
     # vLLM takes any string. Names of MCP tools have dots, and names of other clients blanks.
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
-        raise _bad(wrong_field(function, "name", path, "a string of visible characters"))
+        raise _bad_field(function, "name", path, "a string of visible characters")
     if len(name) > MAX_TOOL_NAME_CHARACTERS:
         raise _bad(
-            f"{path}.name has {len(name)} characters, at most {MAX_TOOL_NAME_CHARACTERS} are taken"
+            f"{path}.name has {len(name)} characters, at most {MAX_TOOL_NAME_CHARACTERS} are taken",
+            f"{path}.name",
         )
     if not isinstance(function.get("description"), (str, type(None))):
-        raise _bad(wrong_field(function, "description", path, "a string"))
+        raise _bad_field(function, "description", path, "a string")
     _check_parameters(function, path)
     if not isinstance(function.get("strict"), (bool, type(None))):
-        raise _bad(wrong_field(function, "strict", path, "true or false"))
+        raise _bad_field(function, "strict", path, "true or false")
     return name
 
 
@@ -131,15 +134,19 @@ def _check_parameters(function: Mapping[str, object], where: str) -> None:
     if schema is None:
         return
     if not isinstance(schema, dict):
-        raise _bad(wrong_field(function, "parameters", where, "the JSON schema of an object"))
+        raise _bad_field(function, "parameters", where, "the JSON schema of an object")
     if schema.get("type", "object") != "object":
-        raise _bad(wrong_field(schema, "type", path, "'object'"))
+        raise _bad_field(schema, "type", path, "'object'")
     if not isinstance(schema.get("properties", {}), dict):
-        raise _bad(wrong_field(schema, "properties", path, "an object"))
+        raise _bad_field(schema, "properties", path, "an object")
 
 
-def _bad(message: str) -> UserError:
-    return UserError(message, param="tools")
+def _bad(message: str, param: str = "tools") -> UserError:
+    return UserError(message, param=param)
+
+
+def _bad_field(parent: Mapping[str, object], field: str, where: str, wanted: str) -> UserError:
+    return _bad(wrong_field(parent, field, where, wanted), f"{where}.{field}")
 
 
 def _bad_choice(message: str) -> UserError:

@@ -341,6 +341,8 @@ def test_the_command_line_of_the_page_is_accepted() -> None:
     ("word", "meant"),
     [
         ("--max-num-secs", "--max-num-seqs"),
+        ("--max-num-sequenz", "--max-num-seqs"),
+        ("--max-number-seqs", "--max-num-seqs"),
         ("--max-modellen", "--max-model-len"),
         ("--gpu-memory-utilisation", "--gpu-memory-utilization"),
         ("--enable-prefix-cashing", "--enable-prefix-caching"),

@@ -36,14 +36,17 @@ def test_a_request_has_the_number_of_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "no JSON"),
-        ("[1]", "it is list, it must be an object"),
+        ("{", "it is not JSON: a name in double quotes is missing, at column 2"),
+        ("Hello", "it is not JSON: a value is missing, or is not written as JSON"),
+        ('{"custom_id": "a"', "JSON: a comma or a closing bracket is missing, at column 18"),
+        ("[1]", "it is a list, it must be an object"),
+        ("3", "it is 3, it must be an object"),
         (request(custom_id=""), "custom_id is '', it must be a text"),
         (request(method="GET"), "method is 'GET', it must be POST"),
         (request(url="https://x/v1/chat"), "url is 'https://x/v1/chat', it must be a path"),
         (request(url="/v1/x HTTP/1.1"), "it must be without blanks"),
         (request(url="/v1/x\r\nHost: y"), "it must be a path"),
-        (request(body="hi"), "body is str, it must be an object"),
+        (request(body="hi"), "body is 'hi', it must be an object"),
         (request(body={"stream": True}), "stream is true"),
     ],
 )

@@ -379,7 +379,7 @@ def test_the_table_has_the_asked_rows_and_columns() -> None:
         (["--endpoint", "chat", "--prompt-kind", "tokens"], "takes text only"),
         (["--num-prompt", "3"], "did you mean --num-prompts"),
         (["--extra-body", "[]"], "must be a JSON object"),
-        (["--extra-body", "{x"], "no JSON"),
+        (["--extra-body", "{x"], "not JSON: a name in double quotes is missing, at column 2"),
         (["--json", "/no/such/folder/x.json"], "there is no such folder"),
         (["--base-url", "http://localhost:port"], "must look like http://host:port"),
         (["--temperature", "-1"], "must be at least 0"),

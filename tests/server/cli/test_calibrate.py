@@ -30,7 +30,7 @@ def test_lines_of_other_files_are_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON: a name in double quotes is missing, at column 2"),
         ("3", "a string, or an object with prompt, text or messages"),
         ('{"a": 1}', "a string, or an object with prompt, text or messages"),
         ('{"messages": []}', "a string, or an object with prompt, text or messages"),

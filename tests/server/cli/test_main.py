@@ -11,6 +11,7 @@ import pytest
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.loading.flags import GROUPS
 from config.server import ServerConfig
 from config.version import VERSION
 from server.cli.chat import chat_parser
@@ -141,6 +142,8 @@ def test_help_of_every_command_has_one_form(
         main([*command.split(), "--help"])
 
     text = capsys.readouterr().out
+    # An example of each command, as a user would type it.
+    assert f"examples:\n  gaudiserve {command}" in text
     first, *lines = text.splitlines()
     assert ended.value.code == 0
     assert re.fullmatch(
@@ -155,13 +158,22 @@ def test_help_of_every_command_has_one_form(
 def test_config_prints_each_value_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
     main(["config", "m", "--port", "81", "--api-key", "secret"])
 
-    lines = {line.split()[0]: line.split(maxsplit=2)[1:] for line in _lines(capsys)}
+    printed = _lines(capsys)
+    lines = {line.split()[0]: line.split(maxsplit=2)[1:] for line in printed if line}
     assert lines["port"] == ["81", "flag --port"]
     assert lines["model"] == ["m", "argument MODEL"]
     assert lines["api-key"] == ["***", "flag --api-key"]
     assert lines["seed"] == ["0", "default"]
     assert lines["max-model-len"] == ["auto", "default"]
     assert lines["shutdown-timeout"] == ["30", "default"]
+    # The groups of `--help-all`, in its order.
+    titles = [line for line in printed if line and not line.startswith(" ")]
+    assert titles == [f"{group}:" for group in GROUPS]
+    assert printed.index("HTTP:") < printed.index(_line_of("port", printed)) < len(printed)
+
+
+def _line_of(key: str, lines: list[str]) -> str:
+    return next(line for line in lines if line.split()[:1] == [key])
 
 
 def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -23,6 +23,7 @@ from server.cli.run_batch import batch_parser
 from server.cli.selftest import row, served
 
 CHECKS = all_checks()
+DOCS = Path(__file__).parents[3] / "docs"
 CACHE = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
 
 
@@ -154,6 +155,17 @@ def test_the_command_prints_stores_and_writes_what_the_checks_found(
     assert json.loads(report.read_text())["selftest"]["is_quick"]
     loaded = load(flags[:2], environ={}, default_model="demo")
     assert not served(loaded, loaded).engine.execution.fused_experts
+
+
+def test_without_a_card_the_command_ends_with_2_as_its_page_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status = command(["selftest"])
+
+    assert status == 2
+    assert "the self-test needs a Gaudi card" in capsys.readouterr().err
+    page = " ".join((DOCS / "selftest.md").read_text().split())
+    assert "0 if no check fails or hangs, 1 if one does, and 2 if no check can run" in page
 
 
 def test_a_report_that_cannot_be_written_is_an_error(

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from typing import Any
 
 import httpx
@@ -118,7 +119,7 @@ async def test_every_bad_chat_field_is_a_400_that_names_it() -> None:
             response = await rig.post("/v1/chat/completions", {**USER, field: value})
 
             param = response.json()["error"]["param"]
-            assert param.partition("[")[0] == field
+            assert re.split(r"[.[]", param)[0] == field
             check(response, 400, type="invalid_request_error", param=param, code=None)
         assert rig.client.queues == []
         assert await rig.metric("vllm:prompt_tokens_total") == 0
@@ -417,7 +418,11 @@ async def test_a_prompt_that_is_too_long_has_the_words_clients_match_on() -> Non
             param="messages",
             code="context_length_exceeded",
         )
-        asked = check(await rig.complete("hi", max_tokens=60), 400, code="context_length_exceeded")
+        code = "context_length_exceeded"
+        asked = check(await rig.complete("hi", max_tokens=60), 400, param="max_tokens", code=code)
+        for name in ("max_tokens", "max_completion_tokens"):
+            check(await rig.chat("hi", **{name: 60}), 400, param=name, code=code)
+        check(await rig.chat("hi", min_tokens=60), 400, param="min_tokens", code=code)
 
         assert "This model's maximum context length is 50 tokens" in long
         assert long.endswith("Please shorten the prompt.")

@@ -105,6 +105,9 @@ async def test_adapters_are_loaded_and_unloaded(client: httpx.AsyncClient) -> No
     assert loaded.json()["message"] == "Success: LoRA adapter 'two' added successfully."
     assert listed["parent"] == "base"
     assert found.status_code == beams.status_code == 200, found.text + beams.text
+    assert again.json()["error"]["message"].endswith(
+        "this server has one (GET /v1/models lists them). POST /v1/load_lora_adapter adds one."
+    )
     assert twice.status_code == 400
     assert "served already" in twice.json()["error"]["message"]
     assert unloaded.status_code == 200
