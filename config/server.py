@@ -49,7 +49,8 @@ class ServerConfig:
     )
     ssl_ca_certs: str = setting(
         "",
-        "Certificates in PEM of the issuers of client certificates, which are then required",
+        "Certificates in PEM of the issuers of client certificates, which are then required. Read "
+        "again when it changes",
         group="TLS",
     )
     api_server_count: int = setting(

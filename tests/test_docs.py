@@ -37,6 +37,7 @@ from config.loading.flags import FLAGS
 from config.loading.parser import Parser, server_parser
 from config.loading.sources import load
 from config.loading.vllm_flags import absence
+from config.loading.vllm_spelling import FIELD_FLAGS
 from server.cli.bench.offline import latency_parser, throughput_parser
 from server.cli.bench.options import bench_parser
 from server.cli.buckets import buckets_parser
@@ -227,6 +228,7 @@ def test_flags_that_the_documents_name_exist() -> None:
     ]
     known = {flag for parser in parsers for flag in parser._option_string_actions}
     known |= {"--no-NAME", "--max_model_len", "--version", "--gpu-memory-util"}
+    known |= {f"--{name}" for name in FIELD_FLAGS}
     # clients.md has the flags of other programs.
     texts = [page.read_text(encoding="utf-8") for page in ALL_PAGES if page.name != "clients.md"]
     texts += [(ROOT / "deploy" / name).read_text(encoding="utf-8") for name in MANIFESTS]

@@ -220,29 +220,6 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-def command_parser(
-    prog: str,
-    description: str,
-    *,
-    has_model: bool = True,
-    no_model: str = "the demo model",
-    kinds: KindNames = NO_KINDS,
-) -> Parser:
-    """A parser for a command that takes its own flags and a server's flags. The caller adds its own
-    groups: `--help` shows only them, `--help-all` shows all groups."""
-    parser = server_parser(prog, description, has_model=has_model, no_model=no_model, kinds=kinds)
-    parser.add_argument(
-        "--help-all", action=_HelpAll, nargs=0, help="Show the flags of the server as well"
-    )
-    parser.server_groups = [
-        group for group in parser._action_groups if group.title not in _UNTITLED
-    ]
-    parser.epilog = (
-        "The flags of `gaudiserve serve` are taken as well: --help-all shows them. " + EPILOG
-    )
-    return parser
-
-
 def server_parser(
     prog: str,
     description: str,
@@ -250,9 +227,12 @@ def server_parser(
     has_model: bool = True,
     no_model: str = "the demo model",
     kinds: KindNames = NO_KINDS,
+    has_own_flags: bool = False,
 ) -> Parser:
     """A parser of all flags of a server, in groups, with defaults in the help. `no_model`: what the
-    command takes if no model is named. `load` refuses other values of the flags in `kinds`."""
+    command takes if no model is named. `load` refuses other values of the flags in `kinds`.
+    `has_own_flags`: the caller adds groups of its own, which `--help` shows alone; `--help-all`
+    shows all groups."""
     parser = Parser(
         prog=prog,
         usage=f"{prog} {'[MODEL] ' if has_model else ''}[flags]",
@@ -279,6 +259,16 @@ def server_parser(
             _add_switch(parser, name, argparse.SUPPRESS)
         else:
             parser.add_argument(f"--{name}", action=_Record, help=argparse.SUPPRESS)
+    if has_own_flags:
+        parser.add_argument(
+            "--help-all", action=_HelpAll, nargs=0, help="Show the flags of the server as well"
+        )
+        parser.server_groups = [
+            group for group in parser._action_groups if group.title not in _UNTITLED
+        ]
+        parser.epilog = (
+            "The flags of `gaudiserve serve` are taken as well: --help-all shows them. " + EPILOG
+        )
     return parser
 
 

@@ -34,7 +34,7 @@ from config.loading.values import (
     wrong,
 )
 from config.loading.vllm_flags import ACCEPTED, absence, is_chat_template
-from config.loading.vllm_spelling import with_objects_of_dots
+from config.loading.vllm_spelling import abbreviated, ambiguity, with_objects_of_dots
 from config.parallel import ParallelConfig
 from config.params.lora import LoRAConfig
 from config.params.offload import OffloadConfig
@@ -52,6 +52,7 @@ MAX_FILE_DEPTH = 16
 """Maximum nesting of lists and mappings in the --config file."""
 _FLAG_OF = {name: flag for flag in FLAGS for name in flag.names}
 _NAMES = (*_FLAG_OF, *FILE_FLAGS, *ACCEPTED)
+_FILE_WORDS = frozenset(f"--{name}" for name in _NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def from_keywords(**keywords: Any) -> Loaded:
     problems: list[str] = []
     given = [
         Given(name, value, f"keyword {word}")
-        for word, value in keywords.items()
+        for word, value in with_objects_of_dots(keywords)
         if (name := _known(word, value, f"keyword {word}", problems))
     ]
     return _merge(_variables(None), given, problems, argparse.Namespace(), None)
@@ -138,7 +139,8 @@ def _merge(
     variables; variables win over the file. A single error reports `problems` and all problems found
     here."""
     files = {given.name: str(given.value) for given in (*variables, *explicit)}
-    layers = [_read_file(files["config"], problems) if "config" in files else []]
+    notes = [*getattr(arguments, "notes", ())]
+    layers = [_read_file(files["config"], problems, notes) if "config" in files else []]
     layers += [variables, explicit]
     values: dict[str, tuple[object, str]] = {}
     for layer in layers:
@@ -175,7 +177,7 @@ def _merge(
             problems.append("no model is given; give a folder, a .gguf file or a Hugging Face id")
     model = str(values.get("model", ("",))[0])
     without_effect = _without_effect(chain(*layers), model, problems)
-    notes = [*getattr(arguments, "notes", ()), *_without_absent_template(values)]
+    notes += _without_absent_template(values)
     if problems:
         raise ConfigError(joined(problems))
     for flag in FLAGS:
@@ -267,7 +269,7 @@ def _without_absent_template(values: dict[str, tuple[object, str]]) -> Iterator[
     )
 
 
-def _read_file(path: str, problems: list[str]) -> list[Given]:
+def _read_file(path: str, problems: list[str], notes: list[str]) -> list[Given]:
     try:
         content = _parsed(read_limited(path, MAX_FILE_BYTES).decode("utf-8"))
     # ValueError: an invalid date, or an integer of more digits than Python converts.
@@ -283,7 +285,7 @@ def _read_file(path: str, problems: list[str]) -> list[Given]:
     source = f"file {path}"
     found: dict[str, Given] = {}
     for key, value in _entries(content, source, problems):
-        name = _known(key, value, source, problems)
+        name = _known(_whole(key, source, notes), value, source, problems)
         if not name:
             continue
         if name == "config":
@@ -309,6 +311,16 @@ def _entries(
             # vLLM makes a flag of the key only if its value is true.
             if truth(Given(word, value, source)):
                 yield switch, False
+
+
+def _whole(key: str, source: str, notes: list[str]) -> str:
+    """The setting that `key` abbreviates, with a note, or `key`."""
+    meant = abbreviated("--" + key.replace("_", "-"), _FILE_WORDS)
+    if len(meant) != 1:
+        return key
+    whole = meant[0][2:]
+    notes.append(f"{key} is taken for {whole} (from {source}); write the whole name")
+    return whole
 
 
 def _is_switch(name: str) -> bool:
@@ -363,7 +375,8 @@ def _known(word: str, value: object, source: str, problems: list[str]) -> str:
             return ""
         problems.append(with_sources(f"{word} is not in this version: {reason}", (source,)))
     else:
-        problems.append(with_sources(f"{word} is no setting{nearest(name, _NAMES)}", (source,)))
+        near = ambiguity("--" + name, _FILE_WORDS).replace("--", "") or nearest(name, _NAMES)
+        problems.append(with_sources(f"{word} is no setting{near}", (source,)))
     return ""
 
 

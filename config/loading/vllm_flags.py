@@ -148,7 +148,7 @@ VALUES = (
 )
 SWITCHES = (
     # Switches, the accepted states (none: both), and why they have no effect.
-    ("enable-ssl-refresh", (), "certificate and key are always read again when they change"),
+    ("enable-ssl-refresh", (), "the files of TLS are always read again when they change"),
     (
         "trust-remote-code",
         (),

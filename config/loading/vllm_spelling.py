@@ -20,10 +20,11 @@ _SHORT = re.compile(r"(-[a-zA-Z-]+)((?:[=.].*)?)$", re.DOTALL)
 _DOTTED = re.compile(r"(--[a-zA-Z][\w-]*)\.([^=]+?)(\+?)(?:=(.*))?$", re.DOTALL)
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])$")
 FIELD_FLAGS = {
-    "--rope-scaling": "--hf-overrides.rope_scaling",
-    "--rope-theta": "--hf-overrides.rope_theta",
+    "rope-scaling": "hf-overrides.rope_scaling",
+    "rope-theta": "hf-overrides.rope_theta",
 }
-"""Flags of older versions of vLLM, and the fields of config.json that they set."""
+"""Flags of older versions of vLLM, and the fields of config.json that they set. They are added to
+the object of --hf-overrides, which they do not replace."""
 _SWITCHES = {"true": "--NAME", "false": "--no-NAME"}
 
 
@@ -97,8 +98,9 @@ def _long_form(word: str) -> str:
 
 
 def _override(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return FIELD_FLAGS.get(name, name) + equals + value
+    name = re.split(r"[.=]", word, maxsplit=1)[0]
+    field = FIELD_FLAGS.get(name.removeprefix("--"))
+    return f"--{field}{word[len(name) :]}" if field else word
 
 
 def _with_objects(words: Iterable[str]) -> list[str]:
@@ -123,22 +125,53 @@ def _with_objects(words: Iterable[str]) -> list[str]:
             raise ConfigError(f"{name} has {len(keys)} dots, it may have {MAX_DOTS}")
         set_entry(objects.setdefault(name, {}), keys, value.split(",") if plus else _value(value))
     for name, content in objects.items():
+        if name == "--hf-overrides":
+            content = {**_last_object(plain, name), **content}
         plain += [name, json.dumps(content)]
     return plain
 
 
-def with_objects_of_dots(content: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    """The entries of a file, with dotted keys of the same name merged into an object at the end."""
-    plain: list[tuple[Any, Any]] = []
+def _last_object(words: list[str], name: str) -> dict[str, object]:
+    """The JSON object that the last flag `name` among `words` has as its value, else empty."""
+    for index in range(len(words) - 1, -1, -1):
+        flag, equals, value = words[index].partition("=")
+        if flag == name:
+            return _object(value if equals else "".join(words[index + 1 : index + 2]))
+    return {}
+
+
+def _object(value: object) -> dict[str, object]:
+    """The object that `value` is, or is as JSON; else empty."""
+    if isinstance(value, str):
+        value = _value(value)
+    return dict(value) if isinstance(value, dict) else {}
+
+
+def with_objects_of_dots(content: Mapping[Any, Any]) -> list[tuple[Any, object]]:
+    """The entries of a file or keywords, with dotted keys of the same name merged into an object at
+    the end. The text of a dotted key is read as on the command line."""
+    plain: dict[Any, object] = {}
     objects: dict[str, dict[str, Any]] = {}
     for key, value in content.items():
-        name, *keys = str(key).split(".")
-        name = name.replace("_", "-")
-        if isinstance(key, str) and keys and len(keys) <= MAX_DOTS:
-            set_entry(objects.setdefault(name, {}), keys, value)
-        else:
-            plain.append((key, value))
-    return [*plain, *objects.items()]
+        name, *keys = _path(key)
+        if not keys or len(keys) > MAX_DOTS:
+            plain[key] = value
+            continue
+        if isinstance(value, str):
+            value = value.split(",") if keys[-1].endswith("+") else _value(value)
+        set_entry(objects.setdefault(name, {}), [*keys[:-1], keys[-1].removesuffix("+")], value)
+    for key in ("hf-overrides", "hf_overrides"):
+        if "hf-overrides" in objects and (before := _object(plain.get(key))):
+            del plain[key]
+            objects["hf-overrides"] = {**before, **objects["hf-overrides"]}
+    return [*plain.items(), *objects.items()]
+
+
+def _path(key: object) -> list[str]:
+    """Name of the flag that the key of a file sets, and the keys in its object."""
+    name, *keys = str(key).split(".")
+    name = name.replace("_", "-")
+    return [*FIELD_FLAGS.get(name, name).split("."), *keys]
 
 
 def set_entry(target: dict[str, Any], keys: list[str], value: Any) -> None:

@@ -280,7 +280,8 @@ def _rules(lark: str) -> _Rules:
     rules: _Rules = {}
     heads = list(_HEAD.finditer(lark))
     ends = [head.start() for head in heads[1:]] + [len(lark)]
-    for head, end in zip(heads, ends, strict=True):
+    # A text without a rule has no head. The library rejects it.
+    for head, end in zip(heads, ends, strict=False):
         rules[head[1]] = _alternatives(lark[head.end() : end], rules)
     return rules
 

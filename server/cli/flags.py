@@ -21,7 +21,7 @@ _KINDS = {
     "reasoning-parser": partial(_names, "REASONING_PARSERS"),
 }
 server_parser = partial(parser.server_parser, kinds=_KINDS)
-command_parser = partial(parser.command_parser, kinds=_KINDS)
+command_parser = partial(parser.server_parser, kinds=_KINDS, has_own_flags=True)
 
 
 def log_notes(loaded: Loaded) -> None:

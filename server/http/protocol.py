@@ -7,7 +7,6 @@ import fcntl
 import logging
 import math
 import socket
-import ssl
 import termios
 import time
 from array import array
@@ -27,6 +26,7 @@ from uvicorn.server import ServerState
 
 from config.server import ServerConfig
 from server.http.errors import Fault
+from server.http.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -70,21 +70,17 @@ class HttpConfig(uvicorn.Config):
         limits: ServerConfig,
         max_connections: int,
         *,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
         **settings: Any,
     ) -> None:
         # server/http/trusted_proxies.py handles forwarding headers.
         super().__init__(app, http=HttpProtocol, ws="none", proxy_headers=False, **settings)
-        self._tls = tls
+        self.tls = tls
         self.limits = limits
         self.max_connections = max_connections
         self.warned_full_s = -math.inf
         self.logged_rejection_s = -math.inf
         self.num_rejected = 0
-
-    def load(self) -> None:
-        super().load()
-        self.ssl = self._tls
 
     def warn_full(self, num_open: int) -> None:
         """Log that the connection limit is reached, at most once in FULL_WARNING_S."""

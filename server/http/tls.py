@@ -1,4 +1,4 @@
-"""TLS: the server's certificate and private key, reloaded when they change."""
+"""TLS: certificate, private key and authorities of clients, reloaded when they change."""
 
 import contextlib
 import logging
@@ -17,8 +17,7 @@ EXPIRED, NOT_YET_VALID = 10, 9
 
 
 class Tls:
-    """TLS settings of the server. `context` stays the same object across reloads: new connections
-    use the latest certificate."""
+    """TLS settings of the server. `context` is for new connections."""
 
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError for files that cannot be used. An expired or not yet valid certificate
@@ -29,12 +28,14 @@ class Tls:
     @property
     def paths(self) -> list[str]:
         """The files to watch."""
-        return [self._config.ssl_certfile, self._config.ssl_keyfile]
+        config = self._config
+        files = [config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs]
+        return [file for file in files if file]
 
     def reload(self) -> None:
         """Read the files again. Raises ConfigError; `context` is then unchanged."""
-        self._read()
-        _load(self.context, self._config)
+        # A new context: authorities cannot be removed from an SSLContext.
+        self.context = self._read()
 
     def _read(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import socket
-import ssl
 from collections.abc import Callable
 
 from uvicorn.server import ServerState
 
 from server.http.protocol import HttpConfig, HttpProtocol
+from server.http.tls import Tls
 
 ACCEPT_RETRY_S = 1.0
 """Time until the next attempt when the system cannot open a further socket."""
@@ -24,13 +24,13 @@ class TlsListener:
     def __init__(
         self,
         sock: socket.socket,
-        context: ssl.SSLContext,
+        tls: Tls,
         config: HttpConfig,
         server_state: ServerState,
         make_protocol: Callable[[], HttpProtocol],
     ) -> None:
         self._sock = sock
-        self._context = context
+        self._tls = tls
         self._config = config
         self._server_state = server_state
         self._make_protocol = make_protocol
@@ -79,6 +79,6 @@ class TlsListener:
             await self._loop.connect_accepted_socket(
                 self._make_protocol,
                 connection,
-                ssl=self._context,
+                ssl=self._tls.context,
                 ssl_handshake_timeout=self._config.limits.request_header_timeout_s,
             )

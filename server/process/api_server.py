@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -204,14 +203,14 @@ class UvicornServer(uvicorn.Server):
 
         self.servers = []
         for sock in self._sockets:
-            if config.ssl is None:
+            if config.tls is None:
                 for _ in range(ACCEPTS_PER_ITERATION):
                     # A copy: `pause` closes the socket of the server.
                     copy = sock.dup()
                     server = await loop.create_server(protocol, sock=copy, backlog=config.backlog)
                     self.servers.append(server)
             else:
-                listener = TlsListener(sock, config.ssl, config, self.server_state, protocol)
+                listener = TlsListener(sock, config.tls, config, self.server_state, protocol)
                 # The cast is safe: uvicorn only closes these servers.
                 self.servers.append(cast(asyncio.Server, listener))
 
@@ -432,8 +431,7 @@ class ApiServer:
         publishing = None
         if self._args.metrics_folder is not None:
             publishing = loop.create_task(self._publish_metrics())
-        tls = self._tls.context if self._tls else None
-        server = UvicornServer(uvicorn_config(self._app, self.state.config, tls))
+        server = UvicornServer(uvicorn_config(self._app, self.state.config, self._tls))
         watching = loop.create_task(self._poll_files())
         opening = loop.create_task(self._open(on_folder, server, listener))
         serving = loop.create_task(self._serve(server, listener, opening))
@@ -480,7 +478,7 @@ class ApiServer:
         if config.api_key_file:
             watched.append(WatchedFiles([config.api_key_file], "API keys", keys.reload))
         if self._tls is not None:
-            watched.append(WatchedFiles(self._tls.paths, "TLS certificate", self._tls.reload))
+            watched.append(WatchedFiles(self._tls.paths, "TLS files", self._tls.reload))
         return watched
 
     async def _poll_files(self) -> None:
@@ -716,9 +714,7 @@ class ApiServer:
                 await asyncio.wait_for(self._interrupted.wait(), min(left_s, TICK_S / 2))
 
 
-def uvicorn_config(
-    app: ASGIApp, config: ServerConfig, tls: ssl.SSLContext | None = None
-) -> HttpConfig:
+def uvicorn_config(app: ASGIApp, config: ServerConfig, tls: Tls | None = None) -> HttpConfig:
     """uvicorn configuration for `app`."""
     return HttpConfig(
         app,

@@ -141,7 +141,7 @@ class ReasoningTagParser(ReasoningParser):
             opened = yield from source.accept(f"{form.label}\n")
         if opened or self._is_inside:
             self.has_reasoning = True
-            yield from self._skip_label(opened)
+            yield from self._skip_label()
             self.is_done = bool((yield from self._read_reasoning()))
             if not self._keeps_whitespace:
                 self.late_end_tags = form.stray_end_tags
@@ -167,10 +167,11 @@ class ReasoningTagParser(ReasoningParser):
             yield
         source.take_all(output.add_text)
 
-    def _skip_label(self, start_tag: str) -> Steps[None]:
-        """Skip the label after `start_tag`, if any, and whitespace."""
+    def _skip_label(self) -> Steps[None]:
+        """Skip the label of reasoning, if any, and whitespace. A prompt that ends with the start
+        tag leaves the label to the model."""
         label, source = self._form.label, self._source
-        if label and start_tag:
+        if label:
             lines = (f"{label}\n", *(label + tag for tag in self._form.end_tags))
             if (yield from source.peek_word(*lines)):
                 source.take(len(label))
@@ -199,7 +200,7 @@ class ReasoningTagParser(ReasoningParser):
                 return
             yield from self._skip_header(tag)
             if tag in form.start_tags:
-                yield from self._skip_label(tag)
+                yield from self._skip_label()
                 if self.has_reasoning:
                     output.add_reasoning("\n")
                 self.has_reasoning = True

@@ -98,7 +98,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_every_flag_of_vllm_is_a_setting_or_has_an_answer() -> None:
     settings = {name for flag in FLAGS for name in flag.names} | {"config"}
-    settings |= {flag.removeprefix("--") for flag in FIELD_FLAGS}
+    settings |= FIELD_FLAGS.keys()
 
     for name in VLLM.split():
         answers = [name in settings, name in ACCEPTED, bool(absence(name)) and name not in ACCEPTED]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from config.errors import ConfigError
-from config.loading.sources import load
+from config.loading.sources import Loaded, from_keywords, load
 
 
 def notes_of(line: str) -> tuple[str, ...]:
@@ -136,6 +136,77 @@ def test_keys_with_dots_in_a_file_are_one_json_object(tmp_path: Path) -> None:
 
     given = json.loads(str(loaded.sources["speculative-config"][0]))
     assert given == {"method": "ngram", "num_speculative_tokens": 2}
+
+
+def from_file(folder: Path, lines: str) -> Loaded:
+    file = folder / "serve.yaml"
+    file.write_text(lines)
+    return load(["m", "--config", str(file)], environ={})
+
+
+@pytest.mark.parametrize(
+    ("lines", "value"),
+    [
+        ("rope-scaling: {factor: 2}", {"rope_scaling": {"factor": 2}}),
+        ("""rope_scaling: '{"factor": 2}'""", {"rope_scaling": {"factor": 2}}),
+        ("rope-scaling.factor: 2\nrope_scaling.t: y", {"rope_scaling": {"factor": 2, "t": "y"}}),
+        ("rope-theta: 5000", {"rope_theta": 5000}),
+        ("rope_theta: 5000\nhf-overrides: {a: 1}", {"a": 1, "rope_theta": 5000}),
+        ("""hf_overrides: '{"a": 1}'\nrope-theta: 5000""", {"a": 1, "rope_theta": 5000}),
+    ],
+)
+def test_keys_of_a_file_set_fields_of_the_config(lines: str, value: Any, tmp_path: Path) -> None:
+    assert json.loads(from_file(tmp_path, lines).engine.hf_overrides) == value
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        """--hf-overrides {"a":1} --rope-theta 5000""",
+        """--rope-theta=5000 --hf-overrides={"a":1}""",
+        """--hf-overrides {"a":1} --hf-overrides.rope_theta 5000""",
+    ],
+)
+def test_flags_of_fields_are_added_to_overrides(line: str) -> None:
+    loaded = load(["m", *line.split()], environ={})
+
+    assert json.loads(loaded.engine.hf_overrides) == {"a": 1, "rope_theta": 5000}
+
+
+def test_keywords_set_fields_of_the_config() -> None:
+    loaded = from_keywords(model="m", rope_scaling={"factor": 2}, hf_overrides={"a": 1})
+
+    assert json.loads(loaded.engine.hf_overrides) == {"a": 1, "rope_scaling": {"factor": 2}}
+
+
+@pytest.mark.parametrize(
+    ("lines", "value"),
+    [
+        ("default-chat-template-kwargs.a+: x,y", {"a": ["x", "y"]}),
+        ("default_chat_template_kwargs.a+: [x, y]", {"a": ["x", "y"]}),
+        ("default-chat-template-kwargs.a: 1k", {"a": 1000}),
+    ],
+)
+def test_values_of_keys_with_dots_are_those_of_dotted_flags(
+    lines: str, value: Any, tmp_path: Path
+) -> None:
+    loaded = from_file(tmp_path, lines)
+
+    assert json.loads(str(loaded.sources["default-chat-template-kwargs"][0])) == value
+
+
+@pytest.mark.parametrize("key", ["gpu-memory-util", "gpu_memory_util"])
+def test_an_abbreviation_in_a_file_is_taken_with_a_note(key: str, tmp_path: Path) -> None:
+    loaded = from_file(tmp_path, f"{key}: 0.5")
+
+    assert loaded.engine.cache.gpu_memory_utilization == 0.5
+    (note,) = loaded.notes
+    assert note.startswith(f"{key} is taken for gpu-memory-utilization (from file")
+
+
+def test_an_ambiguous_abbreviation_in_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max-num is no setting; it may be max-num-"):
+        from_file(tmp_path, "max-num: 3")
 
 
 def test_a_setting_of_a_file_is_whole_or_in_parts(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def test_a_schema_that_cannot_be_enforced_is_refused(vocabulary: Vocabulary, sch
         ({"json": {"minLength": -1}}, "`minLength` is -1, it must be an integer of at least 0"),
         ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "it must allow a value"),
         ({"grammar": "start: B"}, 'line 1, column 8: unknown name: "B"'),
+        ({"grammar": "not a grammar"}, "line 1, column 5: Expected token ':', found"),
+        ({"grammar": "%ignore /a/"}, "no start rule found"),
     ],
 )
 def test_a_refusal_is_the_reason_without_the_parsers_drawing(

@@ -52,16 +52,24 @@ def working(folder: Path, device: str) -> Iterator[WorkerRig]:
         rig.worker.close()
 
 
-def answers(rig: WorkerRig) -> list[list[int]]:
-    """Six tokens for each prompt, four requests at a time."""
+def answers(rig: WorkerRig, poison: tuple[int, ...] = ()) -> list[list[int]]:
+    """Six tokens for each prompt, four requests at a time. With `poison`, another request is in
+    the middle of all launches, whose prompt is `poison`: its first token is -1."""
     found = []
     for first in range(0, len(PROMPTS), 4):
         indices = list(range(4))
         for index in indices:
             rig.admit(index, PROMPTS[first + index])
-        rig.prefill(dict.fromkeys(indices))
+        launched = list(indices)
+        if poison:
+            rig.admit(4, list(poison))
+            launched.insert(2, 4)
+        rig.prefill(dict.fromkeys(launched))
         rig.step()
-        rig.run(indices, 5)
+        rig.run(launched, 5)
+        if poison:
+            # The engine ends the request with its first token, and drops the next ones.
+            assert rig.free(4)[0] == -1
         found += [rig.free(index) for index in indices]
     return found
 
@@ -112,6 +120,17 @@ def test_later_requests_do_not_see_the_blocks_of_a_request_that_is_not_a_number(
 
     assert tokens == ([-1, -1] if samples else [])
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    "prompt", [(POISON,), (5, POISON, 9, 9, 9)], ids=["last token", "earlier token"]
+)
+def test_requests_of_the_same_launches_do_not_see_a_request_that_is_not_a_number(
+    model: tuple[Path, str, list[list[int]]], prompt: tuple[int, ...]
+) -> None:
+    folder, device, expected = model
+    with working(folder, device) as rig:
+        assert answers(rig, prompt) == expected
 
 
 TABLE = BucketConfig(

@@ -32,11 +32,13 @@ def configured(folder: Path, **more: str) -> ServerConfig:
     )
 
 
-def shown_name(tls: Tls, authority: trustme.CA) -> str:
-    """The name in the certificate that a client gets, which trusts `authority`."""
+def shown_name(tls: Tls, authority: trustme.CA, own: trustme.LeafCert | None = None) -> str:
+    """The name in the certificate that a client gets, which trusts `authority` and shows `own`."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     authority.configure_trust(trusting)
+    if own is not None:
+        own.configure_cert(trusting)
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = trusting.wrap_bio(to_client, to_server)
     server = tls.context.wrap_bio(to_server, to_client, server_side=True)
@@ -117,6 +119,37 @@ def test_a_client_needs_a_certificate_of_the_named_authority(tmp_path: Path) -> 
 
     with pytest.raises(ssl.SSLError, match="PEER_DID_NOT_RETURN_A_CERTIFICATE"):
         shown_name(tls, authority)
+
+
+def test_authorities_of_clients_are_replaced_when_their_file_is_read_again(tmp_path: Path) -> None:
+    authority, retired, current = trustme.CA(), trustme.CA(), trustme.CA()
+    file = tmp_path / "clients.pem"
+    write(authority, tmp_path, "first.test")
+    retired.cert_pem.write_to_path(str(file))
+    tls = Tls(configured(tmp_path, ssl_ca_certs=str(file)))
+    assert shown_name(tls, authority, retired.issue_cert("client.test")) == "first.test"
+
+    current.cert_pem.write_to_path(str(file))
+    tls.reload()
+
+    assert str(file) in tls.paths
+    assert shown_name(tls, authority, current.issue_cert("client.test")) == "first.test"
+    with pytest.raises(ssl.SSLError, match="CERTIFICATE_VERIFY_FAILED"):
+        shown_name(tls, authority, retired.issue_cert("client.test"))
+
+
+def test_a_broken_file_of_authorities_leaves_the_old_ones_in_use(tmp_path: Path) -> None:
+    authority, clients = trustme.CA(), trustme.CA()
+    file = tmp_path / "clients.pem"
+    write(authority, tmp_path, "first.test")
+    clients.cert_pem.write_to_path(str(file))
+    tls = Tls(configured(tmp_path, ssl_ca_certs=str(file)))
+    file.write_text("broken")
+
+    with pytest.raises(ConfigError, match=r"--ssl-ca-certs is .*clients\.pem"):
+        tls.reload()
+
+    assert shown_name(tls, authority, clients.issue_cert("client.test")) == "first.test"
 
 
 @pytest.mark.parametrize(

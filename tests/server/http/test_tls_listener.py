@@ -45,7 +45,7 @@ async def served(folder: Path, **config: Any) -> AsyncIterator[tuple[UvicornServ
         **config,
     )
     app = Starlette(routes=[Route("/", answered)])
-    settings = uvicorn_config(app, limits, Tls(limits).context)
+    settings = uvicorn_config(app, limits, Tls(limits))
     settings.max_connections = MAX_CONNECTIONS
     server = UvicornServer(settings)
     listener = bind("127.0.0.1", 0, shared=False)

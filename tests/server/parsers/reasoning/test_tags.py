@@ -41,6 +41,7 @@ CASES = [
     ("seed_oss", False, "<seed:think>a</seed:think>b", "a", "b"),
     ("gemma4", False, "<|channel>thought\nHm.\n<channel|>Yes.", "Hm.", "Yes."),
     ("gemma4", True, "Hm.<channel|>Yes.", "Hm.", "Yes."),
+    ("gemma4", True, "thought\nHm.<channel|>Yes.", "Hm.", "Yes."),
     ("gemma4", False, "<|channel>Hm.<channel|>Yes.", "Hm.", "Yes."),
     ("gemma4", False, "<|channel>thousand reasons<channel|>Yes.", "thousand reasons", "Yes."),
     ("gemma4", False, "<|channel>thoughts<channel|>Yes.", "thoughts", "Yes."),
