@@ -106,7 +106,7 @@ def test_a_demo_model_that_was_cut_is_fetched_again(
 def test_a_download_that_cannot_be_written_names_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("config.checkpoint.hub.snapshot_download", no_room)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_room)
 
     message = rf"cannot be written to {tmp_path} \(No space left on device\); .*--download-dir"
     with pytest.raises(ConfigError, match=message):
