@@ -113,6 +113,14 @@ def test_a_download_that_cannot_be_written_names_the_folder(
         download_files("org/name", None, str(tmp_path), ("*.json",))
 
 
+def test_tests_use_a_cache_folder_of_their_own() -> None:
+    cache = Path(cache_home())
+
+    assert cache.parent.name.startswith("gaudiserve-tests-")
+    links = {path.name for path in cache.iterdir() if path.is_symlink()}
+    assert links == {"demo", "kernels", "minilm"}
+
+
 def test_without_a_home_the_cache_has_an_absolute_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
