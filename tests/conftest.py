@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +101,17 @@ def log_level_restored() -> Iterator[None]:
     level = root.level
     yield
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def one_compute_thread() -> Iterator[None]:
+    """A test that leaves torch more threads fails: with each operator of all later tests they wait
+    for each other in a loop, which takes up to 40 times the CPU time, and sums change."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and (count := torch.get_num_threads()) > 1:
+        torch.set_num_threads(1)
+        pytest.fail(f"the test leaves torch {count} threads: give the back end num_threads=1")
 
 
 @pytest.fixture
