@@ -94,7 +94,7 @@ def download_files(
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """Errors of a download. Includes those of the hub library's HTTP client, which differs between
+    """Errors of a download, with the errors of the hub library's HTTP client, which differs between
     its releases."""
     import_module("huggingface_hub.errors")
     errors = huggingface_hub.errors
