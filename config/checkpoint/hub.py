@@ -150,7 +150,7 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
 
 
-def _reporting(report: Report, model: str, progress: bool) -> type[Any]:
+def _reporting(report: Report, model: str, progress: bool) -> type:
     """A progress bar class for the hub library that reports byte counts, and logs lines where
     stderr is no terminal.
 
@@ -161,9 +161,9 @@ def _reporting(report: Report, model: str, progress: bool) -> type[Any]:
     is_terminal = sys.stderr.isatty()
     lines = TenthLines(f"Fetching {model}") if progress and not is_terminal else None
 
-    bar: Any = import_module("huggingface_hub.utils.tqdm").tqdm
+    bar = import_module("huggingface_hub.utils.tqdm").tqdm
 
-    class Reporting(bar):  # type: ignore[misc] # loaded here
+    class Reporting(bar):  # type: ignore[misc,valid-type]
         def __init__(self, *args: Any, **look: Any) -> None:
             self._unit_bytes = 1 if look.get("unit") == "B" else 0
             self._done_bytes = 0
