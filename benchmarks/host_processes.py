@@ -12,7 +12,7 @@ from config.params.sampling import SamplingParams
 from engine.client.launcher import launch
 from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
-from engine.core.engine_process import front_end_endpoint
+from engine.process.engine_orders import front_end_endpoint
 from engine.transport.channels import SocketDirectory, new_token
 from engine.transport.messages import UNSENT, AddRequest, EngineStats
 

@@ -14,13 +14,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config.engine import EngineConfig
 from config.errors import EngineDied
-from engine.core.engine_process import EngineOrders
 from engine.core.engine_process import run as run_engine
 from engine.executors import worker_main as child
 from engine.executors.base import Executor, Report
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.worker_launcher import LocalLauncher
 from engine.process.child_process import read_orders
+from engine.process.engine_orders import EngineOrders
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
     DECODE,

@@ -18,9 +18,10 @@ from benchmarks.null_device import NullDevice, empty_ready
 from config.engine import EngineConfig
 from config.model.read_config import read_model_config
 from engine.client.launcher import launch
-from engine.core.engine_process import EngineOrders, run
+from engine.core.engine_process import run
 from engine.executors.base import Executor
 from engine.process.child_process import read_orders
+from engine.process.engine_orders import EngineOrders
 from hpu.protocol import SINGLE_RANK, BucketLimits, Ranks
 from server.cli import main as cli
 from server.process import supervisor

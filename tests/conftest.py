@@ -1,14 +1,20 @@
 """What every test shares: one compute thread, no network, repeatable examples, a free port."""
 
+import atexit
 import gc
 import logging
 import os
+import shutil
 import socket
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from config.loading.env import cache_home
 
 # Before torch is imported anywhere: tests run side by side with servers on few cores, and a second
 # thread changes the order of float additions.
@@ -20,6 +26,28 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # An operator's own settings must not change what a test sees, nor reach the servers it starts.
 for name in [name for name in os.environ if name.startswith(("GAUDISERVE_", "VLLM_"))]:
     del os.environ[name]
+
+SHARED_CACHES = ("demo", "kernels", "minilm")
+
+
+def use_own_cache() -> None:
+    """Give the run a cache folder of its own: what a user's server left in its cache (the report of
+    a self-test, recipes, converted models) must not change a result. The run shares downloads, and
+    compiled kernels, whose names have a hash of their source."""
+    user_cache = Path(cache_home())
+    folder = tempfile.mkdtemp(prefix="gaudiserve-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["XDG_CACHE_HOME"] = folder
+    own_cache = Path(cache_home())
+    own_cache.mkdir()
+    for name in SHARED_CACHES:
+        (user_cache / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        (own_cache / name).symlink_to(user_cache / name)
+
+
+# The processes of pytest-xdist share the folder of the first process.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    use_own_cache()
 
 # The servers that tests start would compile our modules each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -73,6 +101,17 @@ def log_level_restored() -> Iterator[None]:
     level = root.level
     yield
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def one_compute_thread() -> Iterator[None]:
+    """A test that leaves torch more threads fails: with each operator of all later tests they wait
+    for each other in a loop, which takes up to 40 times the CPU time, and sums change."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and (count := torch.get_num_threads()) > 1:
+        torch.set_num_threads(1)
+        pytest.fail(f"the test leaves torch {count} threads: give the back end num_threads=1")
 
 
 @pytest.fixture

@@ -6,35 +6,24 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RevisionNotFoundError,
-)
-from huggingface_hub.utils.tqdm import tqdm as HubBar
+# The library loads its modules when their names are first used: most processes of a server load
+# this file and download nothing.
+import huggingface_hub
 
 from config.checkpoint.safetensors_files import incomplete
 from config.errors import ConfigError
 from config.progress import Report, TenthLines, unreported
 
+if TYPE_CHECKING:
+    import huggingface_hub.errors
+
 _FACTS = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
 _WEIGHTS = ("*.safetensors",)
 _EXCLUDED = ("original/*", "onnx/*", "consolidated*")
-
-# Includes the errors of the hub library's HTTP client, which differs between its releases.
-_ERRORS: tuple[type[Exception], ...] = (
-    *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
-    HFValidationError,
-    OSError,
-)
-
 
 _DISK_ERRORS = frozenset(
     (
@@ -73,8 +62,8 @@ def download_model(
         if any(path.glob("*.safetensors")):
             return path
     names: list[str] = []
-    with suppress(*_ERRORS):
-        names = HfApi().list_repo_files(model, revision=revision)
+    with suppress(*_errors()):
+        names = huggingface_hub.HfApi().list_repo_files(model, revision=revision)
     raise incomplete(model, sorted(names), path / "config.json")
 
 
@@ -91,7 +80,7 @@ def download_files(
     Raises ConfigError if the hub does not provide the files."""
     try:
         return Path(
-            snapshot_download(
+            huggingface_hub.snapshot_download(
                 model,
                 revision=revision,
                 cache_dir=None if folder is None else os.path.expanduser(folder),
@@ -100,30 +89,40 @@ def download_files(
                 tqdm_class=_reporting(report, model, progress),
             )
         )
-    except _ERRORS as error:
+    except _errors() as error:
         raise ConfigError(_reason(error, model, revision, folder)) from error
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """Errors of a download, with the errors of the hub library's HTTP client, which differs between
+    its releases."""
+    import_module("huggingface_hub.errors")
+    errors = huggingface_hub.errors
+    bases = (base for base in errors.HfHubHTTPError.__bases__ if issubclass(base, Exception))
+    return (*bases, errors.HFValidationError, OSError)
 
 
 def _reason(error: Exception, model: str, revision: str | None, folder: str | None) -> str:
     """The message for the user about a failed download."""
+    errors, constants = huggingface_hub.errors, huggingface_hub.constants
     hub = constants.ENDPOINT
-    if isinstance(error, HFValidationError):
+    if isinstance(error, errors.HFValidationError):
         return f"{model!r} is no name of a model on {hub}: {error}"
     # The library wraps request errors if the cache cannot replace the response.
-    cause = error.__cause__ or error if isinstance(error, LocalEntryNotFoundError) else error
+    cause = error.__cause__ or error if isinstance(error, errors.LocalEntryNotFoundError) else error
     if isinstance(cause, OSError) and cause.errno in _DISK_ERRORS:
         return (
             f"{model!r} cannot be written to {folder or constants.HF_HUB_CACHE} "
             f"({cause.strerror}); name another folder by --download-dir or HF_HOME, in a "
             "container a mounted volume"
         )
-    if isinstance(cause, OfflineModeIsEnabled):
+    if isinstance(cause, errors.OfflineModeIsEnabled):
         return (
             f"{model!r} is no local folder and was not downloaded before, and HF_HUB_OFFLINE "
             "forbids to download it"
         )
     # Before version 1.0, an entry that is not in the cache raises an HTTP error without a response.
-    if not isinstance(cause, HfHubHTTPError) or cause.response is None:
+    if not isinstance(cause, errors.HfHubHTTPError) or cause.response is None:
         return (
             f"{model!r} is no local folder and could not be downloaded from {hub} "
             f"({type(cause).__name__}: {_first_line(cause)}); without a network give a folder or a "
@@ -131,13 +130,13 @@ def _reason(error: Exception, model: str, revision: str | None, folder: str | No
         )
     status = cause.response.status_code
     if status in (401, 403):
-        is_known = status == 403 or isinstance(cause, GatedRepoError)
+        is_known = status == 403 or isinstance(cause, errors.GatedRepoError)
         unknown = "" if is_known else ", or there is no such model"
         return (
             f"{model!r} is gated or private: set HF_TOKEN to a token of an account that may read "
             f"it, see {hub}/{model} (the hub answered {status}{unknown})"
         )
-    if isinstance(cause, RevisionNotFoundError):
+    if isinstance(cause, errors.RevisionNotFoundError):
         return f"{model!r} on {hub} has no revision {revision or constants.DEFAULT_REVISION!r}"
     if status == 404:
         return f"{model!r} is no local folder, and {hub} has no model of that name"
@@ -151,7 +150,7 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
 
 
-def _reporting(report: Report, model: str, progress: bool) -> type[HubBar]:
+def _reporting(report: Report, model: str, progress: bool) -> type:
     """A progress bar class for the hub library that reports byte counts, and logs lines where
     stderr is no terminal.
 
@@ -162,13 +161,15 @@ def _reporting(report: Report, model: str, progress: bool) -> type[HubBar]:
     is_terminal = sys.stderr.isatty()
     lines = TenthLines(f"Fetching {model}") if progress and not is_terminal else None
 
-    class Reporting(HubBar):
+    bar = import_module("huggingface_hub.utils.tqdm").tqdm
+
+    class Reporting(bar):  # type: ignore[misc,valid-type]
         def __init__(self, *args: Any, **look: Any) -> None:
             self._unit_bytes = 1 if look.get("unit") == "B" else 0
             self._done_bytes = 0
             self._total_bytes = int(look.get("total") or 0)
             look["disable"] = look.get("disable") or not (progress and is_terminal)
-            super().__init__(*args, **look)  # type: ignore[no-untyped-call] # untyped there
+            super().__init__(*args, **look)
 
         def update(self, n: float | None = 1) -> bool | None:
             nonlocal done, total
@@ -178,6 +179,7 @@ def _reporting(report: Report, model: str, progress: bool) -> type[HubBar]:
             report("fetch", done, total)
             if lines is not None:
                 lines.update(done, total)
-            return super().update(n)
+            is_shown: bool | None = super().update(n)
+            return is_shown
 
     return Reporting

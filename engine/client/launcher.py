@@ -18,13 +18,6 @@ from config.loading.env import (
     runtime_environment,
 )
 from config.log import DEFAULT, LogConfig
-from engine.core.engine_process import (
-    CONFIG_ERROR_EXIT,
-    PROFILE_EXIT,
-    EngineOrders,
-    front_end_endpoint,
-    ready_mark,
-)
 from engine.process.child_process import (
     ChildProcess,
     ProcessEnd,
@@ -32,6 +25,13 @@ from engine.process.child_process import (
     exit_with_parent,
     python_command,
     read_orders,
+)
+from engine.process.engine_orders import (
+    CONFIG_ERROR_EXIT,
+    PROFILE_EXIT,
+    EngineOrders,
+    front_end_endpoint,
+    ready_mark,
 )
 from engine.process.restarts import MAX_WAIT_S, RestartLimit, mark_ready
 from engine.transport.channels import SocketDirectory, new_token

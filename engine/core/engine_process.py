@@ -6,15 +6,9 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
-from config.data_parallel import DataParallelConfig
-from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied
-from config.log import DEFAULT, LogConfig
 from config.log import setup as setup_log
 from config.native import panics_as_errors
 from engine.core.coupled_steps import DPCoordinator, HubClient
@@ -27,6 +21,12 @@ from engine.process.child_process import (
     read_orders,
     run_child,
 )
+from engine.process.engine_orders import (
+    CONFIG_ERROR_EXIT,
+    PROFILE_EXIT,
+    EngineOrders,
+    ready_mark,
+)
 from engine.process.restarts import mark_ready
 from engine.transport.channels import (
     HIGH_WATER,
@@ -35,119 +35,16 @@ from engine.transport.channels import (
     PairSocket,
     Waiter,
     ZmqContext,
-    endpoint,
 )
 from engine.transport.messages import Failed, FromEngine, Hello, Ready, ToEngine
-from hpu.protocol import SINGLE_RANK, Ranks
 
 logger = logging.getLogger(__name__)
-
-CONFIG_ERROR_EXIT = 2
-"""Exit code after a ConfigError."""
-PROFILE_EXIT = 5
-"""Exit code after a ProfileWritten."""
-
-MAX_PORT = 65535
-
-ONE_ENGINE = DataParallelConfig()
 
 LINGER_S, STOP_LINGER_S = 1.0, 0.1
 """Time to flush the last messages at the end; STOP_LINGER_S after STOP."""
 
 MakeExecutor = Callable[..., Executor]
 """Signature of engine.executors.select.make_executor."""
-
-
-class EngineOrders(msgspec.Struct, frozen=True):
-    """Arguments of an engine process."""
-
-    config: EngineConfig
-    directory: str
-    num_front_ends: int
-    token: str
-    """Token with which this engine authenticates to front ends."""
-    engine: int = 0
-    """Data-parallel index of this engine."""
-    log: LogConfig = DEFAULT
-    remote_token: str = ""
-    """Token with which engines of other hosts authenticate to this engine's step hub."""
-
-    @property
-    def own_directory(self) -> str:
-        """Directory for the sockets of this engine's workers: their names repeat across engines."""
-        return str(Path(self.directory, f"e{self.engine}")) if self.engine else self.directory
-
-    @property
-    def own_config(self) -> EngineConfig:
-        """`config` with a profiler trace path of this engine."""
-        configured = self.config.execution.profiler
-        if not self.engine or configured in (None, "auto"):
-            return self.config
-        path = Path(configured)
-        trace = str(path.with_suffix(f".engine{self.engine}{path.suffix}"))
-        return replace(self.config, execution=replace(self.config.execution, profiler=trace))
-
-    def endpoint(self, index: int) -> str:
-        """Endpoint at which front end `index` listens for this engine."""
-        return front_end_endpoint(self.directory, index, self.engine, self.config.data_parallel)
-
-    def hub_endpoint(self, engine: int) -> str:
-        """Endpoint at which the step hub listens for `engine`. Raises ConfigError if the port
-        exceeds 65535."""
-        parallel = self.config.data_parallel
-        if parallel.has_api_servers and engine < parallel.num_local:
-            return endpoint(self.directory, f"st{engine}.sock")
-        # The hub uses the ports after the last front end's ports.
-        return _remote_endpoint(self.num_front_ends, engine, parallel)
-
-    @property
-    def ranks(self) -> Ranks:
-        """First rank of this engine if engines share experts. Raises ConfigError like
-        `hub_endpoint`."""
-        num_engines, parallel = self.config.num_coupled_engines, self.config.data_parallel
-        if num_engines == 1:
-            return SINGLE_RANK
-        meeting = f"file://{self.directory}/all_ranks"
-        if parallel.num_remote:
-            # The hub's port for engine 0, which is on the hub's host, is free.
-            meeting = _remote_endpoint(self.num_front_ends, 0, parallel)
-        return Ranks(
-            self.config.parallel.world_size,
-            0,
-            meeting,
-            engine=self.engine,
-            num_engines=num_engines,
-        )
-
-
-def front_end_endpoint(
-    directory: str,
-    index: int,
-    engine: int = 0,
-    data_parallel: DataParallelConfig = ONE_ENGINE,
-) -> str:
-    """Endpoint at which front end `index` listens for engine `engine`: a socket in `directory`, or
-    a TCP port for engines of other hosts. Raises ConfigError if the port exceeds 65535."""
-    if data_parallel.has_api_servers and engine < data_parallel.num_local:
-        return endpoint(directory, f"fe{index}-{engine}.sock" if engine else f"fe{index}.sock")
-    return _remote_endpoint(index, engine, data_parallel)
-
-
-def _remote_endpoint(index: int, engine: int, data_parallel: DataParallelConfig) -> str:
-    """Port `index` for engine `engine` on the address of the host with the API servers."""
-    first, size = data_parallel.data_parallel_rpc_port, data_parallel.data_parallel_size
-    port = first + index * size + engine
-    if port > MAX_PORT:
-        raise ConfigError(
-            f"engine {engine} needs port {port}, the last one is {MAX_PORT}: lower "
-            "--data-parallel-rpc-port"
-        )
-    return f"tcp://{data_parallel.data_parallel_address}:{port}"
-
-
-def ready_mark(directory: str, engine: int) -> str:
-    """File that exists once the engine has been ready."""
-    return str(Path(directory, f"e{engine}.ready"))
 
 
 def main() -> None:

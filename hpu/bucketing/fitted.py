@@ -190,14 +190,24 @@ def _exact_costs(shapes: Ints, limits: BucketLimits) -> Floats:
 def _costs(shapes: Ints, buckets: Ints, limits: BucketLimits) -> Floats:
     """(launches, buckets) fp64: cost of each launch in each bucket, inf if it does not fit."""
     bucket_costs = _exact_costs(buckets, limits)
-    fits = (shapes[:, None, 0] == buckets[None, :, 0]) & (
-        shapes[:, None, 2:] <= buckets[None, :, 2:]
-    ).all(axis=2)
-    parts = -(-shapes[:, None, 1] // buckets[None, :, 1])
-    # Only prompts can be split over launches; a decode is a single launch.
-    fits &= (parts == 1) | (shapes[:, None, 0] == PREFILL)
     overhead = launch_overhead(limits.block_size)
-    return np.where(fits, parts * bucket_costs[None, :] + (parts - 1) * overhead, np.inf)
+    costs = np.full((len(shapes), len(buckets)), np.inf)
+    for phase in _PHASES:
+        rows = np.flatnonzero(shapes[:, 0] == phase)
+        columns = np.flatnonzero(buckets[:, 0] == phase)
+        # Columns, as in a broadcast over the last axis the comparisons are several times slower.
+        batch, query, blocks = (shapes[rows, axis, None] for axis in (1, 2, 3))
+        sizes = buckets[columns]
+        fits = (query <= sizes[:, 2]) & (blocks <= sizes[:, 3])
+        if phase == PREFILL:
+            # Only prompts can be split over launches; a decode is a single launch.
+            parts = np.ceil(batch / sizes[:, 1])
+            in_phase = parts * bucket_costs[columns] + (parts - 1) * overhead
+        else:
+            fits &= batch <= sizes[:, 1]
+            in_phase = bucket_costs[columns]
+        costs[np.ix_(rows, columns)] = np.where(fits, in_phase, np.inf)
+    return costs
 
 
 def _prune(

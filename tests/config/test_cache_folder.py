@@ -106,11 +106,19 @@ def test_a_demo_model_that_was_cut_is_fetched_again(
 def test_a_download_that_cannot_be_written_names_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("config.checkpoint.hub.snapshot_download", no_room)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_room)
 
     message = rf"cannot be written to {tmp_path} \(No space left on device\); .*--download-dir"
     with pytest.raises(ConfigError, match=message):
         download_files("org/name", None, str(tmp_path), ("*.json",))
+
+
+def test_tests_use_a_cache_folder_of_their_own() -> None:
+    cache = Path(cache_home())
+
+    assert cache.parent.name.startswith("gaudiserve-tests-")
+    links = {path.name for path in cache.iterdir() if path.is_symlink()}
+    assert links == {"demo", "kernels", "minilm"}
 
 
 def test_without_a_home_the_cache_has_an_absolute_path(monkeypatch: pytest.MonkeyPatch) -> None:

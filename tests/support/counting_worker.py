@@ -14,7 +14,6 @@ from fake_executor import FakeExecutor, worker_ready
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, RequestFailed, UserError
 from config.owned_directory import LOCK
-from engine.core.engine_process import EngineOrders, ready_mark
 from engine.core.engine_process import run as run_engine
 from engine.executors import worker_main as child
 from engine.executors.base import Executor
@@ -22,6 +21,7 @@ from engine.executors.inproc import InprocExecutor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.worker_launcher import LocalLauncher
 from engine.process.child_process import read_orders
+from engine.process.engine_orders import EngineOrders, ready_mark
 from engine.transport.segments import DIRECTORY
 from hpu.protocol import (
     SINGLE_RANK,

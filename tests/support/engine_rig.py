@@ -17,8 +17,8 @@ from engine.client.launcher import launch
 from engine.client.output_queue import RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
-from engine.core.engine_process import front_end_endpoint
 from engine.process.child_process import ChildProcess
+from engine.process.engine_orders import front_end_endpoint
 from engine.transport.channels import SocketDirectory
 from engine.transport.messages import NO_SAMPLING, UNSENT, AddRequest, Finish
 

@@ -24,7 +24,7 @@ def load_packed(
     folder: str, group: ProcessGroup = SINGLE, expert_group: ProcessGroup = SINGLE
 ) -> Decoder:
     """In bfloat16, with the weights that the CPU multiplies as they are."""
-    cpu, dtype = CpuBackend(), torch.bfloat16
+    cpu, dtype = CpuBackend(1), torch.bfloat16
     model = build_model(
         read_model_config(folder),
         dtype=dtype,

@@ -22,7 +22,7 @@ from engine.client.output_queue import RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
 from engine.client.state import Pause
 from engine.client.zmq import ZmqClient
-from engine.core.engine_process import front_end_endpoint
+from engine.process.engine_orders import front_end_endpoint
 from engine.transport.channels import SocketDirectory
 
 POISON = 999

@@ -9,7 +9,8 @@ import pytest
 
 from config.engine import EngineConfig
 from config.errors import EngineDied
-from engine.core.engine_process import LINGER_S, EngineOrders, MessageSender, front_end_endpoint
+from engine.core.engine_process import LINGER_S, MessageSender
+from engine.process.engine_orders import EngineOrders, front_end_endpoint
 from engine.transport.channels import HIGH_WATER, ZmqContext
 from engine.transport.messages import FromEngine, Reply
 

@@ -91,7 +91,7 @@ def test_a_pooling_model_runs_from_a_bare_config(tmp_path: Path) -> None:
     whole = make_pooling("bert", tmp_path, num_labels=3)
     for file in whole.rglob("*.safetensors"):
         file.unlink()
-    config = EngineConfig(str(whole), load_format=DUMMY, device="cpu")
+    config = EngineConfig(str(whole), load_format=DUMMY, device="cpu", num_threads=1)
     facts, pooler = check_model_config(config, str(whole))
 
     loaded = load(config, facts, pooler, select_backend(config), lambda progress: None)
@@ -102,7 +102,7 @@ def test_a_pooling_model_runs_from_a_bare_config(tmp_path: Path) -> None:
 
 def test_sizes_that_no_memory_holds_are_refused_before_they_are_allocated(tmp_path: Path) -> None:
     folder = _bare("llama", tmp_path)
-    config = EngineConfig(str(folder), load_format=DUMMY, device="cpu")
+    config = EngineConfig(str(folder), load_format=DUMMY, device="cpu", num_threads=1)
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(
         text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 9999')

@@ -56,7 +56,7 @@ def test_embeddings_are_those_of_plain_modules(
     num_linears = sum(type(module) is nn.Linear for module in tower.modules())
 
     if is_ours:
-        backend = CpuBackend(kernels=kernel_folder)
+        backend = CpuBackend(1, kernels=kernel_folder)
         if backend._library is None:
             pytest.skip("no compiler")
         backend.prepare_tower(tower)
@@ -77,7 +77,7 @@ def test_embeddings_are_those_of_plain_modules(
 def test_without_bfloat16_instructions_the_products_are_ours(
     tmp_path: Path, kernel_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = CpuBackend(kernels=kernel_folder)
+    backend = CpuBackend(1, kernels=kernel_folder)
     if backend._library is None:
         pytest.skip("no compiler")
     monkeypatch.setattr("hpu.native.tower.can_pack", lambda dtype, device: False)
@@ -99,7 +99,7 @@ def test_without_bfloat16_instructions_the_products_are_ours(
 
 @pytest.fixture
 def native(kernel_folder: Path) -> NativeTowerKernels:
-    backend = CpuBackend(kernels=kernel_folder)
+    backend = CpuBackend(1, kernels=kernel_folder)
     if backend._library is None:
         pytest.skip("no compiler")
     return NativeTowerKernels(backend._library)

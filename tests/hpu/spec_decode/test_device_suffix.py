@@ -23,7 +23,7 @@ class Device:
 
     def __init__(self, limits: SuffixLimits) -> None:
         method = SpeculationMethod("suffix", DRAFTS, suffix=limits)
-        backend = CpuBackend()
+        backend = CpuBackend(1)
         self.dtype = backend.index_dtype
         self.search = SuffixSearch(method, backend, max_num_reqs=REQUESTS, max_model_len=LENGTH)
         self._history = torch.zeros((REQUESTS + 1, LENGTH), dtype=self.dtype)
@@ -121,7 +121,7 @@ def test_announced_drafts_stay_until_the_request_has_more_tokens() -> None:
 @pytest.mark.parametrize("is_private", [True, False])
 def test_outputs_of_private_requests_are_not_kept(is_private: bool) -> None:
     method = SpeculationMethod("suffix", DRAFTS, suffix=LIMITS["usual"])
-    backend = CpuBackend()
+    backend = CpuBackend(1)
     search = SuffixSearch(method, backend, max_num_reqs=REQUESTS, max_model_len=LENGTH)
     speculation = DeviceSpeculation(
         method,

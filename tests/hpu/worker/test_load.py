@@ -22,7 +22,7 @@ def _start(folder: Path, backend: Backend) -> None:
 
 @pytest.fixture
 def backend(tmp_path: Path) -> Backend:
-    return select_backend(EngineConfig(str(tmp_path), device="cpu"))
+    return select_backend(EngineConfig(str(tmp_path), device="cpu", num_threads=1))
 
 
 def test_a_context_that_the_machine_has_no_memory_for_is_refused_with_both_numbers(

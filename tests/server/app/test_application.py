@@ -201,10 +201,13 @@ async def test_the_docs_can_be_switched_off() -> None:
             assert (await rig.http.get(path)).json()["error"]["code"] == "not_found"
 
 
-def test_a_front_end_never_imports_torch() -> None:
+def test_a_front_end_loads_neither_torch_nor_the_engine_nor_the_client_of_the_hub() -> None:
     code = (
-        "import server.app.application, server.process.supervisor, sys;"
-        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+        "import config.checkpoint.resolve, server.app.application, server.process.supervisor, sys;"
+        "found = [name for name in sys.modules if name.startswith('engine.core')];"
+        "import engine.core.engine_process;"
+        "slow = ('torch', 'transformers', 'huggingface_hub.hf_api', 'huggingface_hub.errors');"
+        "print(found + [name for name in slow if name in sys.modules])"
     )
 
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
