@@ -92,6 +92,8 @@ class Pipeline:
         generation = Generation(self.client, prompts, params.n)
         pauses = Pauses(self.pacer)
         try:
+            if len(prompts) * params.n > 1:
+                await pauses.pause()
             for prompt_index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
                 tokens = memoryview(np.asarray(prompt.token_ids, dtype="<u4").tobytes())
                 images = self.image_fields(prompt, cache_salt, adapter)
@@ -171,6 +173,8 @@ class Pipeline:
         num_ids = ready.prompt_vocab_size or ready.vocab_size
         limits = []
         pauses = Pauses(self.pacer)
+        if len(prompts) > 1:
+            await pauses.pause()
         for prompt in prompts:
             limit = output_limit(
                 prompt, params, num_ids, ready.max_model_len, self._output_limits, param
@@ -252,10 +256,15 @@ class Pauses:
         """Count work of `num_tokens`, and yield to the event loop if the limit is exceeded."""
         self._num_tokens += num_tokens
         if self._num_tokens > MAX_TOKENS_AT_ONCE:
-            self._num_tokens = 0
-            # `wait` alone does not yield in an iteration without other callers.
-            await asyncio.sleep(0)
-            await self._pacer.wait(current_client.get() or "")
+            await self.pause()
+
+    async def pause(self) -> None:
+        """Yield to the event loop, and wait for the turn of this request. Call it before long work:
+        many requests may become ready in the same iteration."""
+        self._num_tokens = 0
+        # `wait` alone does not yield in an iteration without other callers.
+        await asyncio.sleep(0)
+        await self._pacer.wait(current_client.get() or "")
 
 
 class Generation:

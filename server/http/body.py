@@ -13,13 +13,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from config.errors import Overloaded, UserError, value_text
-from config.fair_threads import FairThreads
+from config.fair_threads import FairThreads, current_client
 from config.malloc import trim_memory
 from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
 from server.http.held_bodies import HeldBodies, HeldBody, decoded_bytes
 from server.http.json_decoder import PIECE_BYTES, decode_json
 from server.http.json_encoder import PIECE_WEIGHT, json_pieces, slices_of, weighs_more
+from server.http.pacing import LoopPacer
 
 B = TypeVar("B", bound="Body")
 Fields = dict[str, Any]
@@ -51,6 +52,8 @@ space."""
 TRIM_INTERVAL_S = 2.0
 NUM_TRIMS = 10
 """Memory trims after the latest large body; its request may end late."""
+SHORT_BODY_BYTES = 4_096
+"""Maximum size of a body whose request takes under 0.5 ms of the event loop."""
 INLINE_VALUES = 2_000
 """Maximum values of a response that is built on the event loop: some milliseconds."""
 MANY_BYTES = 100_000
@@ -80,6 +83,8 @@ class BodyReader:
         self._num_buffered_bytes = 0
         """Bytes of all bodies that are being received or wait to be decoded."""
         self._held = HeldBodies()
+        # Clients choose when bodies end: many may end in the same iteration of the event loop.
+        self._short_pacer, self._pacer = LoopPacer(), LoopPacer(1)
         # A single thread: several threads would alternate on the GIL and delay the event loop more.
         self._thread = FairThreads(1, "decode")
         self._trim_timer: asyncio.TimerHandle | None = None
@@ -103,6 +108,8 @@ class BodyReader:
             if not size:
                 raise UserError("the body is empty, it must be a JSON object")
             held = await self._held.hold(num_decoded_bytes, self._max_buffered(size))
+            pacer = self._short_pacer if size <= SHORT_BODY_BYTES else self._pacer
+            await pacer.wait(current_client.get() or "")
             decoded = await self._decode(chunks, size)
         except ClientDisconnect:
             raise ClientGone from None

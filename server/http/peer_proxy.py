@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,10 +20,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config.errors import Overloaded
+from config.fair_threads import current_client
 from config.log import LimitedWarning
 from server.http.access_log import record_of
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import ClientGone
+from server.http.fair_slots import FairSlots
 from server.http.json_encoder import PIECE_WEIGHT, encode_json, weighs_more
 
 _ID = re.compile(r"[0-9a-f]{34}")
@@ -33,9 +35,16 @@ _GONE = "The API server that stores this is gone."
 TOKEN_TIMEOUT_S = 5.0
 """Time for a connection to present the token."""
 
-MAX_UNAUTHENTICATED = 64
+MAX_UNAUTHENTICATED = 1024
 """Maximum connections that have not presented the token yet; a further connection closes the
 oldest."""
+MAX_HANDSHAKES, MAX_HANDSHAKES_PER_CLIENT = 8, 4
+"""Maximum connections to peers whose token is not accepted yet. The sum over all API servers is far
+below MAX_UNAUTHENTICATED and BACKLOG."""
+MAX_WAITING_HANDSHAKES = 4096
+BACKLOG = 1024
+_ACCEPTED = b"\1"
+"""Sent to a peer when its token is accepted."""
 
 MAX_MESSAGE_BYTES = 2**30
 """Maximum message size: more than any request or response, and far less than a length prefix can
@@ -65,11 +74,22 @@ class ResponsePart(msgspec.Struct, array_like=True):
     body: bytes
 
 
+def _handshake_slots() -> FairSlots:
+    return FairSlots(
+        "connections to another API server",
+        total=MAX_HANDSHAKES,
+        per_client=MAX_HANDSHAKES_PER_CLIENT,
+        max_waiting=MAX_WAITING_HANDSHAKES,
+    )
+
+
 class Peer(NamedTuple):
-    """A peer API server: its socket, and the token to present first."""
+    """A peer API server: its socket, the token to present first, and the slots for connections that
+    are made to any peer."""
 
     path: str
     token: str
+    handshakes: FairSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +100,7 @@ class Peers:
     """Index of this server."""
     paths: tuple[str, ...] = ()
     token: str = ""
+    handshakes: FairSlots = field(default_factory=_handshake_slots)
 
     def new_id(self) -> str:
         """A random id that contains the index of this server."""
@@ -92,7 +113,7 @@ class Peers:
         index = int(id[:2], 16)
         if index >= len(self.paths) or index == self.index:
             return None
-        return Peer(self.paths[index], self.token)
+        return Peer(self.paths[index], self.token, self.handshakes)
 
 
 class ForwardedResponse(Response):
@@ -121,14 +142,33 @@ class ForwardedResponse(Response):
         with CancelOnDisconnect(receive):
             await self._forward(send)
 
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to the peer and present the token, in turns of clients."""
+        async with self._peer.handshakes.hold(current_client.get() or ""):
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._peer.path)
+            except OSError:
+                raise Overloaded(_GONE, type="server_error") from None
+            try:
+                writer.write(self._peer.token.encode())
+                await asyncio.wait_for(reader.readexactly(len(_ACCEPTED)), TOKEN_TIMEOUT_S)
+            except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
+                # The peer is gone, or it hangs.
+                writer.close()
+                raise Overloaded(_GONE, type="server_error") from None
+            except BaseException:
+                writer.close()
+                raise
+            return reader, writer
+
     async def _forward(self, send: Send) -> None:
+        reader, writer = await self._connect()
         try:
-            reader, writer = await asyncio.open_unix_connection(self._peer.path)
-        except OSError:
-            raise Overloaded(_GONE, type="server_error") from None
-        try:
-            writer.write(self._peer.token.encode())
-            await _write(writer, await self._with_body())
+            message = await self._with_body()
+            try:
+                await _write(writer, message)
+            except OSError:
+                raise Overloaded(_GONE, type="server_error") from None
             async for part in _response_parts(reader):
                 if part.status:
                     start = {"status": part.status, "headers": part.headers}
@@ -195,6 +235,7 @@ async def listen(app: ASGIApp, peers: Peers, on_rejected: Callable[[], None]) ->
                 rejected.add()
                 on_rejected()
                 return
+            writer.write(_ACCEPTED)
             data = await _read(reader)
             if data is not None:
                 await _handle(
@@ -207,7 +248,7 @@ async def listen(app: ASGIApp, peers: Peers, on_rejected: Callable[[], None]) ->
         finally:
             writer.close()
 
-    return await asyncio.start_unix_server(serve, path)
+    return await asyncio.start_unix_server(serve, path, backlog=BACKLOG)
 
 
 async def _handle(

@@ -24,8 +24,8 @@ import httpcore
 import msgspec
 
 from config.errors import UserError
+from server.http.fair_slots import FairSlots
 from server.multimodal.messages import IMAGE, VIDEO, Video
-from server.text.fair_slots import FairSlots
 
 MAX_IMAGE_BYTES = 20 * 2**20
 """Maximum size of an image file."""

@@ -22,8 +22,8 @@ from engine.process.isolation import (
     Limits,
 )
 from engine.transport.messages import InputTensor
+from server.http.fair_slots import FairSlots
 from server.multimodal.messages import IMAGE, VIDEO, Answer, ImageFacts, Setup
-from server.text.fair_slots import FairSlots
 
 IMAGE_LIMITS = Limits(cpu_s=10.0, wall_s=20.0, memory_bytes=2 * 2**30, stack_bytes=8 * 2**20)
 VIDEO_LIMITS = Limits(cpu_s=20.0, wall_s=30.0, memory_bytes=3 * 2**30, stack_bytes=8 * 2**20)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from config.errors import PromptTooLong
 from config.params.sampling import SamplingParams
 from server.generation.outputs import Prompt
+from server.generation.pipeline import Pauses
 from server.generation.validation import check_comparable, truncate_prompt
 from server.http.access_log import log_prompt, record_of
 from server.http.body import built_response, parse
@@ -41,6 +42,8 @@ from server.serving.state import AppState
 
 INLINE_IDS = 10_000
 """Maximum token ids of a prompt that are checked on the event loop, about a millisecond."""
+PROMPTS_AT_ONCE = 16
+"""Prompts that are encoded before the event loop runs other requests: some milliseconds."""
 
 
 def completion_routes(state: AppState) -> APIRouter:
@@ -140,7 +143,14 @@ async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams
             param="prompt",
         )
 
-    return await asyncio.gather(*map(prompt, given))
+    if len(given) == 1:
+        return [await prompt(given[0])]
+    pauses = Pauses(state.generation_pipeline().pacer)
+    prompts: list[Prompt] = []
+    for start in range(0, len(given), PROMPTS_AT_ONCE):
+        await pauses.pause()
+        prompts += await asyncio.gather(*map(prompt, given[start : start + PROMPTS_AT_ONCE]))
+    return prompts
 
 
 async def _echoed_texts(job: ServingRequest) -> list[str]:

@@ -25,8 +25,8 @@ from config.model.json_fields import MAX_JSON_BYTES
 from config.server import RESERVED_VARIABLES
 from config.whole_files import read_limited
 from engine.process.isolation import ForkServer, failures_of_requests
+from server.http.fair_slots import FairSlots
 from server.http.json_encoder import encode_json
-from server.text.fair_slots import FairSlots
 from server.text.messages import Message
 from server.text.template_renderer import (
     MAX_CHARACTERS,

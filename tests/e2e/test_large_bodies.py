@@ -1,7 +1,9 @@
 """Bodies and answers of many MiB: the server works on them for less than a tenth of a second before
 it turns to other clients."""
 
+import contextlib
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -109,6 +111,38 @@ def test_a_large_body_delays_nobody(server: LiveServer, slices: LoopSlices, name
 
     assert answer.status_code == status, answer.text
     assert probe.failures == other.failures == []
+    assert slices.longest_s(begun_s) < SLICE_S
+    assert probe.percentile_s(0.5) < MEDIAN_S
+
+
+NUM_FLOODING = 100
+PROMPTS: dict[str, list[Any]] = {
+    "texts": [f"a b {number}" for number in range(1000)],
+    "token ids": [[65, number % 256] for number in range(1000)],
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_many_lists_of_prompts_delay_nobody(
+    server: LiveServer, slices: LoopSlices, name: str
+) -> None:
+    content = json.dumps({"prompt": PROMPTS[name], "max_tokens": 1}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n"
+    begun_s = time.monotonic()
+
+    with contextlib.ExitStack() as connections, SecondClient(server.url) as probe:
+        flood = []
+        for _ in range(NUM_FLOODING):
+            connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            flood.append(connections.enter_context(connection))
+            connection.sendall(head.encode() + content[:-1])
+        # All bodies end at the same time.
+        for connection in flood:
+            connection.sendall(content[-1:])
+        statuses = [connection.recv(65536).split()[1] for connection in flood[:20]]
+
+    assert set(statuses) <= {b"200", b"503"}
+    assert probe.failures == []
     assert slices.longest_s(begun_s) < SLICE_S
     assert probe.percentile_s(0.5) < MEDIAN_S
 

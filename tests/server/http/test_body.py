@@ -1,13 +1,20 @@
-"""Unknown fields of a body: the answer names them."""
+"""Bodies: the answer names unknown fields, and bodies that end together are read in turns."""
 
+import asyncio
 import logging
+from collections import Counter
 from typing import Any
 
 import pytest
 from http_rig import TalkingClient, in_memory, on_port
 from pooling_client import EMBEDDER, PoolingClient
+from starlette.requests import Request
+from starlette.types import Message
 
 from server.app.field_docs import SHARED
+from server.http.access_log import RequestRecord, attach_record
+from server.http.body import BodyReader
+from server.http.pacing import MAX_PER_ITERATION
 from server.openai.schema.chat import ChatBody
 
 HEADER = "x-gaudiserve-ignored-fields"
@@ -74,3 +81,44 @@ async def test_names_are_bounded_printable_and_apart() -> None:
         words = response.headers[HEADER].split(", ")
         assert words[:5] == ["a?b", "x" * 64, "line??x-evil:?1", "???", ""]
         assert words[5:] == ["f0", "f1", "f2", "..."]
+
+
+@pytest.mark.parametrize(("num_characters", "most"), [(10, MAX_PER_ITERATION), (10_000, 1)])
+async def test_bodies_that_end_at_the_same_time_are_decoded_in_turns(
+    num_characters: int, most: int
+) -> None:
+    reader = BodyReader(2**20)
+    ended = asyncio.Event()
+    num_decoded: Counter[int] = Counter()
+    iteration = 0
+
+    async def count_iterations() -> None:
+        nonlocal iteration
+        while True:
+            iteration += 1
+            await asyncio.sleep(0)
+
+    async def receive() -> Message:
+        await ended.wait()
+        body = b'{"a": "%s"}' % (b"x" * num_characters)
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(_: Message) -> None:
+        raise AssertionError("nothing is sent")
+
+    async def read() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+        attach_record(scope, RequestRecord("id", "POST", "/", "-", send))
+        await reader.read_object(Request(scope, receive))
+        num_decoded[iteration] += 1
+
+    counting = asyncio.create_task(count_iterations())
+    reading = [asyncio.create_task(read()) for _ in range(40)]
+    await asyncio.sleep(0.01)
+    ended.set()
+    await asyncio.gather(*reading)
+    counting.cancel()
+    reader.close()
+
+    assert num_decoded.total() == 40
+    assert max(num_decoded.values()) <= most

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from engine_rig import eventually
@@ -178,6 +180,51 @@ async def test_a_sibling_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
         assert unknown.status_code == 404
 
 
+async def test_requests_that_come_at_once_connect_to_a_sibling_in_turns(tmp_path: Path) -> None:
+    num_open = most_open = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_open, most_open
+        num_open += 1
+        most_open = max(most_open, num_open)
+        await reader.readexactly(len("token"))
+        await asyncio.sleep(0.01)
+        num_open -= 1
+        writer.write(peer_proxy._ACCEPTED)
+        writer.close()
+
+    async with on_port() as rig:
+        path = str(tmp_path / "1.sock")
+        rig.state.peers = Peers(0, (str(tmp_path / "0.sock"), path), "token")
+        sibling = await asyncio.start_unix_server(serve, path)
+        unknown = [f"resp_{Peers(1).new_id()}" for _ in range(60)]
+        url = rig.http.base_url
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            answers = await asyncio.gather(*(http.get(f"{ROUTE}/{id}") for id in unknown))
+        sibling.close()
+
+    assert {answer.status_code for answer in answers} == {503}
+    assert most_open <= peer_proxy.MAX_HANDSHAKES_PER_CLIENT
+
+
+async def test_a_sibling_that_hangs_is_told_as_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_proxy, "TOKEN_TIMEOUT_S", 0.1)
+    async with on_port() as rig:
+        path = str(tmp_path / "1.sock")
+        hung = socket.socket(socket.AF_UNIX)
+        hung.bind(path)
+        hung.listen()
+        rig.state.peers = Peers(0, (str(tmp_path / "0.sock"), path))
+
+        answer = await rig.http.get(f"{ROUTE}/resp_{Peers(1).new_id()}")
+        hung.close()
+
+        assert answer.status_code == 503
+        assert "is gone" in answer.json()["error"]["message"]
+
+
 HEALTH = peer_proxy._encode(peer_proxy.ForwardedRequest("GET", "/health", b"", [], None, b""))
 
 STRANGERS = {
@@ -253,5 +300,5 @@ async def test_a_message_that_is_too_long_is_not_read(
         answer = await _read_to_the_end(reader)
         writer.close()
 
-        assert answer == b""
+        assert answer == peer_proxy._ACCEPTED
         assert await own.metric("gaudiserve:rejected_peers_total") == 0

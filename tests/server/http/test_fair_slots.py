@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from config.errors import Overloaded
-from server.text.fair_slots import FairSlots
+from server.http.fair_slots import FairSlots
 
 
 class Workers:
