@@ -116,7 +116,7 @@ def _device(machine: Machine, requested: str) -> tuple[str, str]:
         return requested, "it was requested"
     if has_runtime(machine):
         return "hpu", f"{RUNTIME} is installed"
-    return "cpu", f"{RUNTIME} is not installed, and --device cuda alone uses a GPU"
+    return "cpu", f"{RUNTIME} is not installed, and a GPU is used only if --device names it"
 
 
 def _mode(

@@ -1,9 +1,13 @@
 """The demo model's answers to plain questions on each instruction set of this CPU: in bfloat16 they
 have the words that those in float32 have."""
 
+import re
+from pathlib import Path
+
 import pytest
 from demo import demo_gguf
 
+from config.checkpoint.demo import SAMPLING
 from gaudiserve import LLM, SamplingParams
 from hpu.host import cpu_flags
 from hpu.native import library
@@ -22,9 +26,14 @@ ANSWERS = {
     "What is the chemical symbol for gold?": "Au",
     "What language is spoken in Brazil?": "Portuguese",
 }
+PAGE = Path(__file__).parents[2] / "server" / "page" / "chat.js"
 SHARED_START = 0.7
 """Part of each answer's characters that is the same as in float32, in the mean."""
 PARAMS = SamplingParams(temperature=0, max_tokens=48)
+
+
+WORDS = {"photosynthesis": "light", "seasons": "Winter", "walking": "1. ", "water cycle": "water"}
+"""Words of the questions on the page's buttons, and words of their answers."""
 
 
 def answers(dtype: str) -> list[str]:
@@ -67,6 +76,26 @@ def test_twelve_plain_questions_are_answered_on_each_instruction_set(
         assert word in text and word in reference
     shares = [_shared_start(*pair) for pair in zip(found, exact, strict=True)]
     assert sum(shares) / len(shares) > SHARED_START
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_questions_on_the_page_are_answered_at_the_defaults() -> None:
+    demo_gguf()
+    block = re.search(r"^const EXAMPLES = \[(.*?)\];", PAGE.read_text(), re.M | re.S)
+    assert block is not None
+    questions = re.findall(r'"(.*)",', block[1])
+    assert len(questions) == len(WORDS)
+    defaults = [SamplingParams(**SAMPLING, seed=seed) for seed in range(3)]
+    with LLM(model="demo", max_model_len=1024) as llm:
+        for params in (*defaults, SamplingParams(temperature=0, max_tokens=512)):
+            chats = [[{"role": "user", "content": question}] for question in questions]
+            outputs = llm.chat(chats, params, use_tqdm=False)
+
+            for question, output in zip(questions, outputs, strict=True):
+                (word,) = [found for part, found in WORDS.items() if part in question]
+                assert word in output.outputs[0].text
+                assert output.outputs[0].finish_reason == "stop", question
 
 
 def _shared_start(text: str, reference: str) -> float:

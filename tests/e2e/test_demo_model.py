@@ -11,8 +11,9 @@ import transformers
 from demo import demo_gguf, read_demo_once
 from releases import transformers_before
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from config.checkpoint.demo import SAMPLING
 from gaudiserve import LLM, SamplingParams
 
 QUESTIONS = [
@@ -36,6 +37,8 @@ QUESTIONS = [
     "Continue: once upon a time, in a village far away,",
     "Why do we sleep?",
     "Compare tea and coffee.",
+    # What a newcomer types first. The answers are odd, and in transformers the same.
+    *("Hello", "Hello!", "Who are you?", "What can you do?"),
 ]
 
 
@@ -69,7 +72,26 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> Any:
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options).eval()
 
 
-def test_greedy_text_equals_that_of_transformers_on_twenty_prompts(
+def test_prompts_and_defaults_are_those_of_the_authors(
+    answers: list[tuple[list[int], list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_demo_once(monkeypatch)
+    path = Path(demo_gguf())
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+    texts = [tokenizer.decode(prompt) for prompt, _ in answers]
+
+    for question, text, (prompt, _) in zip(QUESTIONS, texts, answers, strict=True):
+        chat = [{"role": "user", "content": question}]
+        expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert text == expected
+        assert prompt == tokenizer.encode(expected, add_special_tokens=False)
+        assert "You are a helpful AI assistant named SmolLM, trained by Hugging Face" in text
+    # The card of SmolLM2-135M-Instruct; max_tokens is ours.
+    assert SAMPLING == {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}
+
+
+def test_greedy_text_equals_that_of_transformers_on_twenty_four_prompts(
     answers: list[tuple[list[int], list[int]]], reference: Any
 ) -> None:
     # Right padding, which earlier tokens do not attend to.

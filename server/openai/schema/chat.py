@@ -290,9 +290,8 @@ class ChatBody(ChatPromptBody, GenerationBody):
     @property
     def limit(self) -> int | None:
         """Maximum generated tokens of a choice; None: the rest of the context."""
-        if self.max_completion_tokens is not None:
-            return self.max_completion_tokens
-        return self.max_tokens
+        limit: int | None = getattr(self, self.limit_field)
+        return limit
 
     @property
     def limit_field(self) -> str:
