@@ -5,7 +5,6 @@ import gc
 import logging
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,12 +12,15 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from ports import free_port
 
-from config.loading.env import cache_home
+from config.loading.env import cache_home, openmp_environment
 
 # Before torch is imported anywhere: tests run side by side with servers on few cores, and a second
 # thread changes the order of float additions.
 os.environ["OMP_NUM_THREADS"] = "1"
+# The compiled kernels have two threads in some tests, which sleep soon, as in a server.
+os.environ.update(openmp_environment())
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -27,7 +29,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 for name in [name for name in os.environ if name.startswith(("GAUDISERVE_", "VLLM_"))]:
     del os.environ[name]
 
-SHARED_CACHES = ("demo", "kernels", "minilm")
+SHARED_CACHES = ("demo", "kernels", "test-models")
 
 
 def use_own_cache() -> None:
@@ -114,10 +116,7 @@ def one_compute_thread() -> Iterator[None]:
         pytest.fail(f"the test leaves torch {count} threads: give the back end num_threads=1")
 
 
-@pytest.fixture
-def free_port() -> int:
-    """A TCP port on the loopback address that nothing listened on a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+@pytest.fixture(name="free_port")
+def any_free_port() -> int:
+    """A TCP port on the loopback address that nothing listens on."""
+    return free_port()

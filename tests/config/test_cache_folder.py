@@ -118,7 +118,7 @@ def test_tests_use_a_cache_folder_of_their_own() -> None:
 
     assert cache.parent.name.startswith("gaudiserve-tests-")
     links = {path.name for path in cache.iterdir() if path.is_symlink()}
-    assert links == {"demo", "kernels", "minilm"}
+    assert links == {"demo", "kernels", "test-models"}
 
 
 def test_without_a_home_the_cache_has_an_absolute_path(monkeypatch: pytest.MonkeyPatch) -> None:

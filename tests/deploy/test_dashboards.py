@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from live import LiveServer, free_port, running
+from live import LiveServer, running
 from manifests import KUBERNETES, ROOT, documents
+from ports import free_port
 from tiny_models import make_tiny
 
 ALERTS = ROOT / "deploy" / "alerts.yaml"

@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from live import LiveServer, alive, children_of, command_of, free_port, running
+from live import LiveServer, alive, children_of, command_of, running
+from ports import free_port
 
 FLAGS = (
     "--served-model-name=tiny",

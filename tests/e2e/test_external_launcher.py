@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import ROOT, free_port
+from live import ROOT
+from ports import free_port
 from tiny_models import make_tiny
 
 from gaudiserve import LLM, SamplingParams

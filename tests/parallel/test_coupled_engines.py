@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 from engine_rig import request_of
-from live import LiveServer, alive, children_of, free_port, workers_of
+from live import LiveServer, alive, children_of, workers_of
 from parity import SHORT_OF_BLOCKS
+from ports import free_port
 from tiny_models import make_tiny
 
 from config.errors import ConfigError, EngineDied

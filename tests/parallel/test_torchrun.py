@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import ROOT, alive, children_of, free_port
+from live import ROOT, alive, children_of
+from ports import free_port
 from tiny_models import make_tiny
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(120)]

@@ -30,7 +30,7 @@ def minilm_folder() -> str:
     for found in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(found) / "model" / "model.safetensors").is_file():
             return str(Path(found) / "model")
-    target = Path(cache_home()) / "minilm" / PACKAGE
+    target = Path(cache_home()) / "test-models" / PACKAGE
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-") as folder:

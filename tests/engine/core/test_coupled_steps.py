@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from counting_worker import counting_executor
 from engine_rig import asking, counting_config, prompt_of
-from live import free_port
+from ports import free_port
 
 from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig

@@ -30,8 +30,8 @@ def test_ten_thousand_waiting_requests_do_not_slow_a_look() -> None:
     for key in keys:
         deadlines.add(key, 1e9 + key, keys, len(keys))
 
-    start_s = time.perf_counter()
+    start_s = time.thread_time()
     for _ in range(1000):
         assert deadlines.take_passed(0.0) == []
 
-    assert time.perf_counter() - start_s < 0.1  # a scan of all takes 0.3 s and more
+    assert time.thread_time() - start_s < 0.1  # a scan of all takes 0.3 s and more

@@ -183,7 +183,11 @@ def test_a_sleep_reads_the_weights_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "settings", "why"),
     [
-        ("llama", {"device": "cpu", "buckets": BucketConfig()}, "in host memory already"),
+        (
+            "llama",
+            {"device": "cpu", "num_threads": 1, "buckets": BucketConfig()},
+            "in host memory already",
+        ),
         ("deepseek_v3", {}, "latent attention"),
     ],
 )

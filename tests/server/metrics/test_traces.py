@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from http_rig import Rig, in_memory
-from live import free_port, running
+from live import running
 from otlp import Collected, attributes, grpc_collector, http_collector
+from ports import free_port
 from tiny_models import make_tiny
 
 from config.errors import ConfigError
