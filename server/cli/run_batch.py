@@ -151,9 +151,10 @@ async def _answer_all(
         while True:
             async with has_room:
                 await has_room.wait_for(may_send)
-                line = next(lines, None)
-            if line is None:
-                return
+                try:
+                    line = next(lines)
+                except StopIteration:
+                    return
             if isinstance(line, InvalidLine):
                 output.write_error(line)
             else:
