@@ -34,6 +34,7 @@ class BatchLine(NamedTuple):
     custom_id: str
     url: str
     body: dict[str, Any]
+    num_bytes: int
 
 
 class InvalidLine(NamedTuple):
@@ -55,9 +56,10 @@ def read_lines(path: Path) -> Iterator[BatchLine | InvalidLine]:
                 if not raw.strip():
                     continue
                 if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
-                    raise ConfigError(
-                        f"{path}, line {number} is longer than {MAX_LINE_BYTES} bytes"
-                    )
+                    while raw and not raw.endswith(b"\n"):
+                        raw = file.readline(MAX_LINE_BYTES)
+                    yield InvalidLine(number, None, f"it is longer than {MAX_LINE_BYTES} bytes")
+                    continue
                 line = _parsed(number, raw)
                 if line.custom_id is not None:
                     if line.custom_id in seen:
@@ -97,7 +99,7 @@ def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:
     elif body.get("stream"):
         problem = "stream is true, and a batch has no streams"
     else:
-        return BatchLine(number, custom_id, url, body)
+        return BatchLine(number, custom_id, url, body, len(raw))
     return InvalidLine(number, custom_id, problem)
 
 
@@ -158,9 +160,10 @@ class BatchOutput:
     def write(self, line: BatchLine, answer: Answer) -> None:
         """Append the server's answer, with any status."""
         try:
-            body = msgspec.json.decode(answer.content)
-        except msgspec.DecodeError:
-            body = answer.content.decode(errors="replace")
+            # On a single line, which the content may not be.
+            body = msgspec.Raw(msgspec.json.encode(msgspec.json.decode(answer.content)))
+        except (msgspec.DecodeError, RecursionError):
+            body = msgspec.Raw(msgspec.json.encode(answer.content.decode(errors="replace")))
         self._append(
             line,
             {

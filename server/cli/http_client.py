@@ -21,6 +21,8 @@ from config.errors import ConfigError
 CONNECT_TIMEOUT_S = 30.0
 MAX_IDLE = 1024
 MAX_LINE_BYTES = 2**20
+MAX_ANSWER_BYTES = 2**30
+"""Maximum size of an answer that is read as a whole."""
 UNIX = "unix:"
 UNAUTHORIZED, NOT_FOUND = 401, 404
 MODELS_PATH = "/v1/models"
@@ -104,7 +106,7 @@ class HttpClient:
             raise self.refusal(status, path, content)
         try:
             return msgspec.json.decode(content)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise HttpFailure(
                 f"{self._url} did not answer {path} in JSON ({error}): correct the URL, if that is "
                 "another server"
@@ -126,12 +128,25 @@ class HttpClient:
         """Make a call; returns any status. Raises HttpFailure without a response in HTTP."""
         connection, head = await self._send(method, path, body)
         try:
-            content = b"".join([piece async for piece in self._content(connection, head)])
+            content = await self._whole(connection, head)
         except BaseException:
             connection.writer.close()
             raise
         self._release(connection, head)
         return Answer(head.status, head.fields, content)
+
+    async def _whole(self, connection: _Connection, head: _ResponseHead) -> bytes:
+        """All content of a response. Raises HttpFailure for more than MAX_ANSWER_BYTES."""
+        pieces, num_bytes = [], 0
+        async for piece in self._content(connection, head):
+            pieces.append(piece)
+            num_bytes += len(piece)
+            if num_bytes > MAX_ANSWER_BYTES:
+                raise HttpFailure(
+                    f"{self._url} sent an answer of at least {num_bytes} bytes, at most "
+                    f"{MAX_ANSWER_BYTES} are read"
+                )
+        return b"".join(pieces)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
         """The `data:` of each server-sent event as it arrives, without [DONE]. Raises HttpFailure
@@ -140,7 +155,7 @@ class HttpClient:
         is_done = False
         try:
             if head.status != 200:
-                content = b"".join([piece async for piece in self._content(connection, head)])
+                content = await self._whole(connection, head)
                 raise self.refusal(head.status, path, content)
             rest = b""
             async for piece in self._content(connection, head):
@@ -216,7 +231,13 @@ class HttpClient:
     async def _exchange(self, connection: _Connection, request: bytes) -> _ResponseHead:
         connection.writer.write(request)
         await connection.writer.drain()
-        raw = await connection.reader.readuntil(b"\r\n\r\n")
+        try:
+            raw = await connection.reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            connection.writer.close()
+            raise HttpFailure(
+                f"{self._url} sent headers of more than {MAX_LINE_BYTES} bytes"
+            ) from None
         first, *lines = raw.decode("latin-1").split("\r\n")
         words = first.split(" ", 2)
         if len(words) < 2 or not (words[1].isascii() and words[1].isdecimal()):
@@ -229,11 +250,13 @@ class HttpClient:
         reader = connection.reader
         try:
             if head.is_chunked:
-                while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+                while size := self._size((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
                     yield (await reader.readexactly(size + 2))[:-2]
                 await reader.readuntil(b"\r\n")
             elif "content-length" in head.fields:
-                yield await reader.readexactly(int(head.fields["content-length"]))
+                yield await reader.readexactly(
+                    self._size(head.fields["content-length"].encode("latin-1"), 10)
+                )
             else:
                 while piece := await reader.read(65536):
                     yield piece
@@ -241,6 +264,23 @@ class HttpClient:
             raise HttpFailure(
                 f"the connection to {self._url} broke in the middle of an answer"
             ) from None
+        except asyncio.LimitOverrunError:
+            raise HttpFailure(
+                f"{self._url} sent a line of more than {MAX_LINE_BYTES} bytes in an answer"
+            ) from None
+
+    def _size(self, text: bytes, base: int) -> int:
+        """A Content-Length or the size of a chunk. Raises HttpFailure."""
+        try:
+            size = int(text[:20], base)
+        except ValueError:
+            size = -1
+        if not 0 <= size <= MAX_ANSWER_BYTES:
+            raise HttpFailure(
+                f"{self._url} sent the size {text[:20].decode('latin-1')!r} in an answer, it must "
+                f"be a number of at most {MAX_ANSWER_BYTES}"
+            )
+        return size
 
 
 def connection_problem(url: str, host: str, error: Exception) -> str:
@@ -272,7 +312,7 @@ def _message_of(content: bytes) -> str:
     """The message of an error body: the field of OpenAI's format, or the beginning of the body."""
     try:
         return str(msgspec.json.decode(content)["error"]["message"])
-    except (msgspec.DecodeError, LookupError, TypeError):
+    except (msgspec.DecodeError, LookupError, TypeError, RecursionError):
         return content[:300].decode(errors="replace").strip()
 
 

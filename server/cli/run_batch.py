@@ -15,7 +15,13 @@ from config.checkpoint.demo import NAMES
 from config.errors import CommandFailed
 from config.loading.parser import Parser, number
 from config.loading.sources import Loaded, load
-from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, read_lines
+from server.cli.batch_files import (
+    MAX_LINE_BYTES,
+    BatchLine,
+    BatchOutput,
+    InvalidLine,
+    read_lines,
+)
 from server.cli.flags import command_parser
 from server.cli.http_client import MODELS_PATH, Answer, HttpClient, HttpFailure
 from server.cli.main import log_spellings
@@ -30,8 +36,11 @@ what is answered stays, the rest is done.
 """
 DEFAULT_CONCURRENCY = 256
 RETRY_S = 1.0
-MAX_RETRY_S = 60.0
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 BUSY = 503
+MAX_SENT_BYTES = MAX_LINE_BYTES
+"""Bytes of lines without an answer after which no further line is read: the objects of a line take
+many times its size."""
 
 
 def batch_parser() -> Parser:
@@ -128,15 +137,32 @@ async def _answer_all(
     output: BatchOutput,
     num_at_once: int,
 ) -> None:
-    """Send all lines, `num_at_once` at a time; the first connection failure ends the batch."""
+    """Send all lines, `num_at_once` at a time, and fewer while they have more than MAX_SENT_BYTES;
+    the first connection failure ends the batch."""
     bar = tqdm(desc="requests", unit="line", disable=None)
+    num_sent_bytes = 0
+    has_room = asyncio.Condition()
+
+    def may_send() -> bool:
+        return num_sent_bytes <= MAX_SENT_BYTES
 
     async def work() -> None:
-        for line in lines:
+        nonlocal num_sent_bytes
+        while True:
+            async with has_room:
+                await has_room.wait_for(may_send)
+                try:
+                    line = next(lines)
+                except StopIteration:
+                    return
             if isinstance(line, InvalidLine):
                 output.write_error(line)
             else:
+                num_sent_bytes += line.num_bytes
                 output.write(line, await _ask(client, line))
+                num_sent_bytes -= line.num_bytes
+                async with has_room:
+                    has_room.notify_all()
             bar.update()
 
     with bar:
@@ -161,7 +187,7 @@ async def _ask(client: HttpClient, line: BatchLine) -> Answer:
 def retry_s(retry_after: str) -> float:
     """Seconds to wait by a Retry-After header."""
     is_number = retry_after.isascii() and retry_after.isdecimal()
-    return min(float(retry_after), MAX_RETRY_S) if is_number else RETRY_S
+    return max(MIN_RETRY_S, min(float(retry_after), MAX_RETRY_S)) if is_number else RETRY_S
 
 
 def _say(text: str) -> None:

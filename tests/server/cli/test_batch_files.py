@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from config.errors import ConfigError
+from server.cli import batch_files
 from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, read_lines
 from server.cli.http_client import Answer
 
@@ -29,7 +30,7 @@ def lines_of(path: Path, *lines: str) -> list[BatchLine | InvalidLine]:
 def test_a_request_has_the_number_of_its_line(tmp_path: Path) -> None:
     first, second = lines_of(tmp_path / "in", request("a"), "", request("b"))
 
-    assert first == BatchLine(1, "a", "/v1/completions", {"prompt": "hi"})
+    assert first == BatchLine(1, "a", "/v1/completions", {"prompt": "hi"}, len(request("a")) + 1)
     assert (second.number, second.custom_id) == (3, "b")
 
 
@@ -198,3 +199,26 @@ def test_half_of_a_surrogate_pair_is_an_invalid_line(line: str, tmp_path: Path) 
     with BatchOutput(tmp_path / "out") as output:
         output.write_error(read)
     assert "half of a surrogate pair" in (tmp_path / "out").read_text()
+
+
+def test_a_line_that_is_too_long_does_not_end_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_files, "MAX_LINE_BYTES", 200)
+
+    long, good = lines_of(tmp_path / "in", request("a", x="y" * 1000), request("b"))
+
+    assert long == InvalidLine(1, None, "it is longer than 200 bytes")
+    assert (good.number, good.custom_id) == (2, "b")
+
+
+@pytest.mark.parametrize("depth", [900, 1_000, 100_000])
+def test_a_deep_answer_is_written(depth: int, tmp_path: Path) -> None:
+    (line,) = lines_of(tmp_path / "in", request("a"))
+    assert isinstance(line, BatchLine)
+
+    with BatchOutput(tmp_path / "out") as output:
+        output.write(line, Answer(200, {}, b"[" * depth + b"]" * depth))
+
+    with BatchOutput(tmp_path / "out") as output:
+        assert output.num_answered == 1

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from server.cli import http_client
 from server.cli.http_client import HttpClient, HttpFailure, connection_problem
 
 
@@ -138,3 +139,31 @@ def test_other_problems_have_a_sentence_without_a_number_of_an_error(
 
     assert words in said
     assert "Errno" not in said
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
+DEEP = b"[" * 100_000
+WRONG_ANSWERS = {
+    "a length that is no number": (OK + b"content-length: abc\r\n\r\n", "the size 'abc'"),
+    "a negative length": (OK + b"content-length: -5\r\n\r\n", "the size '-5'"),
+    "a length of 2**40": (OK + b"content-length: 1099511627776\r\n\r\n", "at most 1073741824"),
+    "a chunk that is no number": (CHUNKED + b"zz\r\n", "the size 'zz"),
+    "a negative chunk": (CHUNKED + b"-5\r\n", "the size '-5"),
+    "a long line of a chunk": (CHUNKED + b"1" * 3_000_000, "a line of more than 1048576 bytes"),
+    "long headers": (OK + b"x: " + b"y" * 3_000_000, "headers of more than 1048576 bytes"),
+    "deep JSON": (OK + b"content-length: 100000\r\n\r\n" + DEEP, "did not answer"),
+    "a deep error": (b"HTTP/1.1 400 x\r\ncontent-length: 100000\r\n\r\n" + DEEP, "with 400"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG_ANSWERS.values(), ids=WRONG_ANSWERS)
+async def test_an_answer_that_is_not_http_is_told(content: bytes, message: str) -> None:
+    async with listening(content) as address:
+        assert message in await failure(f"http://{address}")
+
+
+async def test_an_endless_answer_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 100)
+    async with listening(OK + b"\r\n" + b"x" * 1000) as address:
+        assert "at most 100 are read" in await failure(f"http://{address}")

@@ -1,14 +1,23 @@
-"""The wait before a request of a batch is sent again."""
+"""The wait before a request of a batch is sent again, and the lines that are sent at a time."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from server.cli.run_batch import MAX_RETRY_S, RETRY_S, retry_s
+from server.cli import run_batch
+from server.cli.batch_files import BatchLine, BatchOutput
+from server.cli.http_client import Answer, HttpClient
+from server.cli.run_batch import MAX_RETRY_S, MIN_RETRY_S, RETRY_S, retry_s
 
 
 @pytest.mark.parametrize(
     ("header", "seconds"),
     [
         ("7", 7.0),
+        ("0", MIN_RETRY_S),
         ("", RETRY_S),
         ("²", RETRY_S),
         ("٣", RETRY_S),
@@ -19,3 +28,32 @@ from server.cli.run_batch import MAX_RETRY_S, RETRY_S, retry_s
 )
 def test_only_a_number_of_seconds_is_waited_for_and_never_long(header: str, seconds: float) -> None:
     assert retry_s(header) == seconds
+
+
+class SlowClient:
+    """Answers each request after a while, and counts the requests that wait."""
+
+    def __init__(self) -> None:
+        self.num_open = self.most_open = 0
+
+    async def ask(self, method: str, path: str, body: Mapping[str, Any]) -> Answer:
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        await asyncio.sleep(0.01)
+        self.num_open -= 1
+        return Answer(200, {}, b"{}")
+
+
+@pytest.mark.parametrize(("num_bytes", "most"), [(10, 8), (100, 2)])
+async def test_long_lines_are_sent_a_few_at_a_time(
+    num_bytes: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_batch, "MAX_SENT_BYTES", 100)
+    client = SlowClient()
+    lines = (BatchLine(number, str(number), "/v1/x", {}, num_bytes) for number in range(1, 21))
+
+    with BatchOutput(tmp_path / "out") as output:
+        await run_batch._answer_all(cast(HttpClient, client), lines, output, 8)
+
+        assert output.num_answered == 20
+    assert client.most_open == most
