@@ -1,8 +1,8 @@
 # docker build -t gaudiserve:cpu .
 # docker run --rm -p 8000:8000 -e GAUDISERVE_API_KEY=secret -v gaudiserve-cache:/cache gaudiserve:cpu
 #
-# The CPU back end, for x86-64. Dockerfile.hpu is for Gaudi. Not yet built with Docker: a test runs
-# the install steps in an environment of their own.
+# The CPU back end, for x86-64. Dockerfile.hpu is for Gaudi. Built with buildah over Debian 12 and
+# its Python 3.11, not yet with Docker; a test runs the install steps in an environment of their own.
 ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim-bookworm AS install
