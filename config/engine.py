@@ -145,6 +145,14 @@ class SchedulerConfig:
         switches={"async-scheduling": (2, 1), "delayed-sampling": (2, 1)},
         switch_variables={"VLLM_DELAYED_SAMPLING": "delayed-sampling"},
     )
+    num_scheduler_steps: int = setting(
+        1,
+        "Decodes of a request in a step: the host works once for so many tokens, which arrive "
+        "together. Steps with prompts or grammars decode once",
+        aliases=("num-scheduler-seqs",),
+        minimum=1,
+        maximum=64,
+    )
     max_queue_len: int = setting(
         100_000,
         "Maximum number of waiting requests in an engine, whatever the front ends allow",
@@ -354,6 +362,8 @@ class EngineConfig:
             self._check_weight_offload()
         if self.speculation.choose() is not None:
             self._check_speculation()
+        if self.scheduler.num_scheduler_steps > 1:
+            self._check_scheduler_steps()
         if self.quantization in AT_LOAD and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError(
                 f"quantization is {self.quantization} and dtype is {self.dtype}: quantized weights "
@@ -449,6 +459,21 @@ class EngineConfig:
                 "contiguous_pa and speculative_config are both on: rows of one request, which "
                 "share its blocks, cannot be read as one slice; turn one of them off"
             )
+
+    def _check_scheduler_steps(self) -> None:
+        stages = self.parallel.pipeline_parallel_size
+        refusals = {
+            "speculative_config is set, so that only the result of a decode says where the next "
+            "one starts": self.speculation.choose() is not None,
+            f"pipeline_parallel_size is {stages}, so that a sampled token returns to the first "
+            "stage with a later step": stages > 1,
+        }
+        for why, is_refused in refusals.items():
+            if is_refused:
+                raise ConfigError(
+                    f"num_scheduler_steps is {self.scheduler.num_scheduler_steps} and {why}: set "
+                    "num_scheduler_steps to 1"
+                )
 
     def _check_coupled(self) -> None:
         what = (

@@ -263,6 +263,8 @@ def make_runner(
         hidden_buffers=hidden_buffers,
         has_adapters=loaded.lora is not None,
         image_fields=_image_fields(loaded),
+        # With two plans in flight, filling a plan's decodes waits for none of the plan before.
+        decode_sets=2 * loaded.config.scheduler.num_scheduler_steps,
     )
     buffers = InputBufferPool(backend, with_draft_buffers(loaded, make, sampler, hidden_buffers))
     batch_state = BatchState(

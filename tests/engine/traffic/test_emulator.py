@@ -68,6 +68,7 @@ PREFILLS: dict[str, dict[str, Any]] = {
     "rows": {"max_prefill_batch": 2},
     "one row": {"max_prefill_batch": 3, "merged_prefill": True},
     "default": {},
+    "rows, several decodes": {"max_prefill_batch": 2, "num_scheduler_steps": 4},
 }
 
 
@@ -76,6 +77,10 @@ PREFILLS: dict[str, dict[str, Any]] = {
     params=[
         pytest.param(("hpu-graphs", "exponential", "rows"), id="prompts in rows"),
         pytest.param(("hpu-graphs", "exponential", "one row"), id="prompts in one row"),
+        *(
+            pytest.param((mode, "exponential", "rows, several decodes"), id=f"{mode}, 4 decodes")
+            for mode in ("hpu-graphs", "torch-compile")
+        ),
         pytest.param(("hpu-graphs", "auto", "default"), id="hpu-graphs", marks=pytest.mark.slow),
         pytest.param(
             ("torch-compile", "auto", "default"), id="torch-compile", marks=pytest.mark.slow
