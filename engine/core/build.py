@@ -79,7 +79,7 @@ def build_core(
         )
         scheduler = Scheduler(config.scheduler, waiting, kv, packer, stats, resources, facts)
         logger.info(
-            "Steps: up to %d decodes of a request in each (--num-scheduler-steps), %d in flight",
+            "Decodes of a request in a step: %d (--num-scheduler-steps); steps in flight: %d",
             config.scheduler.num_scheduler_steps,
             config.max_inflight_steps,
         )

@@ -179,6 +179,4 @@ def test_the_log_says_how_often_a_step_decodes(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO):
         make_rig(8)
 
-    assert "Steps: up to 8 decodes of a request in each (--num-scheduler-steps), 2 in" in (
-        caplog.text
-    )
+    assert "Decodes of a request in a step: 8 (--num-scheduler-steps); steps in" in caplog.text
