@@ -362,8 +362,12 @@ class EngineConfig:
             self._check_weight_offload()
         if self.speculation.choose() is not None:
             self._check_speculation()
-        if self.scheduler.num_scheduler_steps > 1:
-            self._check_scheduler_steps()
+        stages = self.parallel.pipeline_parallel_size
+        if stages > 1:
+            self._check_scheduler_steps(
+                f"pipeline_parallel_size is {stages}, so that a sampled token returns to the first "
+                "stage with a later step"
+            )
         if self.quantization in AT_LOAD and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError(
                 f"quantization is {self.quantization} and dtype is {self.dtype}: quantized weights "
@@ -448,6 +452,10 @@ class EngineConfig:
                 )
 
     def _check_speculation(self) -> None:
+        self._check_scheduler_steps(
+            "speculative_config is set, so that only the result of a decode says where the next "
+            "one starts"
+        )
         engines = self.num_coupled_engines
         if engines > 1:
             raise ConfigError(
@@ -460,20 +468,13 @@ class EngineConfig:
                 "share its blocks, cannot be read as one slice; turn one of them off"
             )
 
-    def _check_scheduler_steps(self) -> None:
-        stages = self.parallel.pipeline_parallel_size
-        refusals = {
-            "speculative_config is set, so that only the result of a decode says where the next "
-            "one starts": self.speculation.choose() is not None,
-            f"pipeline_parallel_size is {stages}, so that a sampled token returns to the first "
-            "stage with a later step": stages > 1,
-        }
-        for why, is_refused in refusals.items():
-            if is_refused:
-                raise ConfigError(
-                    f"num_scheduler_steps is {self.scheduler.num_scheduler_steps} and {why}: set "
-                    "num_scheduler_steps to 1"
-                )
+    def _check_scheduler_steps(self, why: str) -> None:
+        """Raise ConfigError, because of `why`, if a step decodes a request several times."""
+        if self.scheduler.num_scheduler_steps > 1:
+            raise ConfigError(
+                f"num_scheduler_steps is {self.scheduler.num_scheduler_steps} and {why}: set "
+                "num_scheduler_steps to 1"
+            )
 
     def _check_coupled(self) -> None:
         what = (

@@ -380,7 +380,7 @@ class Scheduler:
     def _schedule_further_decodes(self, output: SchedulerOutput) -> None:
         """Decode each request of the step again, up to `_max_decodes` times in total. Takes free
         blocks only and preempts no request."""
-        if any(request.guide is not None for request in output.decodes):
+        if any(request.sampling.masked for request in output.decodes):
             return
         counts = [1 + self._decode_ahead(request, output) for request in output.decodes]
         if max(counts) > 1:

@@ -253,7 +253,7 @@ class Warmup:
         return True
 
     def _prepare_inputs(self, bucket: Bucket) -> None:
-        if self._graphs.captures and self._pads:
+        if (self._graphs.captures or self._backend.compiles) and self._pads:
             self._input_buffers.prepare(bucket)
 
     def _run_all(self, order: list[Bucket], progress: "_Progress") -> list[Bucket]:
