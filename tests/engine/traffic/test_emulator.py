@@ -87,9 +87,13 @@ FEW = BucketConfig(
     params=[
         pytest.param(("hpu-graphs", "exponential", "rows"), id="prompts in rows"),
         pytest.param(("hpu-graphs", "exponential", "one row"), id="prompts in one row"),
-        *(
-            pytest.param((mode, "few", "rows, several decodes"), id=f"{mode}, 4 decodes")
-            for mode in ("hpu-graphs", "torch-compile")
+        pytest.param(
+            ("hpu-graphs", "few", "rows, several decodes"), id="hpu-graphs, several decodes"
+        ),
+        pytest.param(
+            ("torch-compile", "few", "rows, several decodes"),
+            id="torch-compile, several decodes",
+            marks=pytest.mark.slow,
         ),
         pytest.param(("hpu-graphs", "auto", "default"), id="hpu-graphs", marks=pytest.mark.slow),
         pytest.param(
