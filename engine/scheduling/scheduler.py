@@ -677,8 +677,9 @@ class Scheduler:
         launches: list[Launch] = []
         if output.decodes:
             self._add_decodes(output.decodes, output.num_decode_blocks, launches, output)
-            for number in range(1, max(output.decode_counts, default=1)):
-                self._add_round(number, launches, output)
+            if output.decode_counts:
+                for number in range(1, max(output.decode_counts)):
+                    self._add_round(number, launches, output)
         if output.chunks:
             for launch, chunks in self._packer.prefill(output.chunks):
                 launches.append(launch)
@@ -697,7 +698,8 @@ class Scheduler:
             [source for source, _ in moves],
             [target for _, target in moves],
         )
-        output.plan.decode_steps = max(output.decode_counts, default=1)
+        if output.decode_counts:
+            output.plan.decode_steps = max(output.decode_counts)
         self._kv.offload.fill_plan(output.plan)
         for resource in self._resources:
             resource.fill_plan(output.plan)
