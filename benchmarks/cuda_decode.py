@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -131,12 +132,18 @@ class Decoding:
         context: int,
         num_steps: int,
         captures: bool,
+        decodes: int = 1,
     ) -> None:
+        """`decodes`: decodes in a step (--num-scheduler-steps)."""
+        self._decodes = decodes
+        num_steps *= decodes
         block_size = backend.default_block_size
         blocks_a_row = -(-(context + num_steps + 1) // block_size)
         num_blocks = num_rows * blocks_a_row
         vocab_size, length = model.config.vocab_size, model.config.max_position
-        input_buffers = InputBufferPool(backend, InputBuffers)
+        # The same choice as in hpu/worker/build.py.
+        make = partial(InputBuffers, decode_sets=2 * decodes)
+        input_buffers = InputBufferPool(backend, make)
         # The same choice as in hpu/worker/build.py.
         static_shapes = captures or backend.compiles
         sampler = Sampler(num_rows, vocab_size, backend, static_shapes=static_shapes)
@@ -179,6 +186,7 @@ class Decoding:
 
     def _submit(self, launches: list[Launch], new_requests: list[NewRequest]) -> AsyncStepOutput:
         plan = StepPlan(self._step, launches, new_requests)
+        plan.decode_steps = 1 if new_requests else self._decodes
         self._step += 1
         return self._runner.submit(plan)
 
@@ -192,11 +200,11 @@ class Decoding:
         return self._graphs.has_graph((DECODE, *self._bucket))
 
     def steps(self, count: int) -> Iterator[StepResult]:
-        """Decode `count` times with two steps in flight."""
-        launch = Launch(DECODE, self._bucket, self._rows)
-        waiting = self._submit([launch], [])
+        """Run `count` steps with two steps in flight."""
+        launches = [Launch(DECODE, self._bucket, self._rows)] * self._decodes
+        waiting = self._submit(launches, [])
         for _ in range(count - 1):
-            following = self._submit([launch], [])
+            following = self._submit(launches, [])
             yield self._collect(waiting)
             waiting = following
         yield self._collect(waiting)

@@ -96,6 +96,7 @@ def make_config(
     *,
     block_size: int = 128,
     strategy: str = "exponential",
+    num_scheduler_steps: int = 1,
 ) -> EngineConfig:
     """Engine config for `num_rows` requests of `longest` tokens, with 2 % spare KV cache."""
     num_blocks = int(1.02 * num_rows * -(-longest // block_size)) + 2
@@ -107,6 +108,7 @@ def make_config(
             max_num_seqs=num_rows,
             max_num_batched_tokens=max(BUDGET, num_rows * longest // PREFILL_STEPS),
             max_queue_len=1_000_000,
+            num_scheduler_steps=num_scheduler_steps,
         ),
         buckets=BucketConfig(strategy=strategy),
     )
@@ -154,13 +156,17 @@ def run(
         gc.unfreeze()
 
 
-def watch_decodes(num_rows: int, num_waiting: int, context: int, num_steps: int) -> Times:
-    """Times of steps in which all requests decode with at least `context` tokens."""
-    config = make_config(num_rows, context + num_steps + 1024)
+def watch_decodes(
+    num_rows: int, num_waiting: int, context: int, num_steps: int, *, decodes: int = 1
+) -> Times:
+    """Times of steps in which all requests decode, `decodes` times each, with at least `context`
+    tokens."""
+    num_tokens = num_steps * decodes
+    config = make_config(num_rows, context + num_tokens + 1024, num_scheduler_steps=decodes)
     block_size = config.cache.block_size or 0
     device = Watched(config, num_steps, lambda plan: len(plan.launches[0].req_indices) == num_rows)
     lengths = spread(num_rows, context, block_size) + [WAITING_TOKENS] * num_waiting
-    run(config, device, prompts(lengths, max_tokens=num_steps + 512))
+    run(config, device, prompts(lengths, max_tokens=num_tokens + 512))
     return device.times
 
 

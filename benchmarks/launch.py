@@ -1,5 +1,6 @@
 """Cost of a decode step on the worker's thread, with host logic and launching apart, on a device
-with captured graphs. A tiny model with random weights; the step plans are constants.
+with captured graphs. A tiny model with random weights; the step plans are constants. A second table
+has the host time per token, the engine's included, with several decodes in a step.
 
     python benchmarks/launch.py --json launch.json --markdown launch.md   (--device cuda: a GPU)
 
@@ -24,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.cuda_decode import SHAPES, Decoding, random_model
+from benchmarks.host_rig import watch_decodes
 from benchmarks.machine import machine
 from benchmarks.stopwatch import Stopwatch
 from config.engine import EngineConfig
@@ -90,6 +92,8 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
 """The timed methods, each with the part that it counts for."""
 
 WARM_STEPS = 4
+ENGINE_STEPS = 200
+"""Measured steps of the engine, which cost less than a step of the worker."""
 MICROSECONDS = 1e6
 COUNTED = {
     "HpuGraph.replay": "graphs replayed",
@@ -118,15 +122,27 @@ def returning_at_once() -> Iterator[None]:
 
 
 def measure(
-    backend: Backend, num_rows: int, context: int, num_steps: int, *, computes: bool
+    backend: Backend,
+    num_rows: int,
+    context: int,
+    num_steps: int,
+    *,
+    computes: bool,
+    decodes: int = 1,
 ) -> tuple[Numbers, Numbers]:
     """Median microseconds of a step by part, with StepResult.host_s as `reported`; and the counts
     of calls per step. `num_rows` requests of `context` tokens. With `computes` off (emulator only),
-    replays do nothing."""
+    replays do nothing. `decodes`: decodes in a step."""
     total = WARM_STEPS + num_steps
-    model = random_model(SHAPES["tiny"], backend, torch.float32, context + total + 2)
+    model = random_model(SHAPES["tiny"], backend, torch.float32, context + total * decodes + 2)
     decoding = Decoding(
-        model, backend, num_rows=num_rows, context=context, num_steps=total, captures=True
+        model,
+        backend,
+        num_rows=num_rows,
+        context=context,
+        num_steps=total,
+        captures=True,
+        decodes=decodes,
     )
     for _ in decoding.steps(WARM_STEPS):
         pass
@@ -160,8 +176,51 @@ def by_part(seconds: dict[str, float]) -> Numbers:
     return found
 
 
+def measure_decodes(
+    backend: Backend, num_rows: int, decodes: int, options: argparse.Namespace
+) -> Numbers:
+    """Microseconds of the host per token of all requests, with `decodes` decodes in a step: the
+    worker's thread, and the engine's CPU time from a result to the next plan. The minimum of
+    several runs."""
+    computes = options.device != "hpu-emulator"
+    worker = engine = float("inf")
+    for _ in range(options.repeats):
+        found, _ = measure(
+            *(backend, num_rows, options.context, options.steps),
+            computes=computes,
+            decodes=decodes,
+        )
+        worker = min(worker, found[LOGIC] + found["launch"])
+        times = watch_decodes(num_rows, 0, options.context, ENGINE_STEPS, decodes=decodes)
+        engine = min(engine, median(times.cpu) * MICROSECONDS)
+    worker, engine = worker / decodes, engine / decodes
+    return {
+        "rows": num_rows,
+        "decodes": decodes,
+        "worker": worker,
+        "engine": engine,
+        "both": worker + engine,
+    }
+
+
+def decodes_table(lines: list[Numbers]) -> str:
+    found = [
+        "",
+        "Microseconds of the host per token of all rows, by the decodes in a step "
+        "(`--num-scheduler-steps`): the worker's thread (host logic and launching) and the "
+        "engine's CPU time from a result to the next plan.",
+        "",
+        "| rows | decodes in a step | worker | engine | both |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for line in lines:
+        cells = " | ".join(f"{line[name]:.0f}" for name in ("worker", "engine", "both"))
+        found.append(f"| {line['rows']:.0f} | {line['decodes']:.0f} | {cells} |")
+    return "\n".join(found) + "\n"
+
+
 def markdown(device: str, lines: list[Numbers], counts: Numbers) -> str:
-    """Both tables, with date and machine."""
+    """The tables of a step with one decode, with date and machine."""
     emulated = device == "hpu-emulator"
     columns = {
         "logic": "host logic",
@@ -210,6 +269,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--context", type=int, default=1024, help="tokens of each request")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--decodes", type=int, nargs="*", default=[1, 2, 4, 8], help="decodes in a step"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="repeats; the minimum counts")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -228,14 +290,20 @@ def main(words: list[str] | None = None) -> None:
                 found, counts = min(runs, key=lambda run: run[0][LOGIC] + run[0]["launch"])
                 lines.append(found)
                 print(json.dumps(found), file=sys.stderr, flush=True)
+        by_decodes = [
+            measure_decodes(backend, num_rows, decodes, options)
+            for num_rows in options.rows
+            for decodes in options.decodes
+        ]
     backend.close()
-    table = markdown(options.device, lines, counts)
+    table = markdown(options.device, lines, counts) + decodes_table(by_decodes)
     print(table, end="")
     if options.markdown:
         options.markdown.write_text(table)
     if options.json:
         about = {"date": datetime.date.today().isoformat(), "machine": machine()}
-        text = json.dumps({**about, "steps": lines, "counts": counts}, indent=1)
+        tables = {"steps": lines, "counts": counts, "decodes": by_decodes}
+        text = json.dumps({**about, **tables}, indent=1)
         options.json.write_text(text + "\n")
 
 

@@ -4,7 +4,7 @@ an executor, as a worker process, and as an engine with that worker."""
 import argparse
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,8 @@ VOCAB_SIZE, END_TOKEN, TOKEN = 50_000, 2, 7
 
 
 class NullDevice(Executor):
-    """Takes `step_s` per plan, in sequence, and samples the next of `tokens` for every request.
-    `ready` is its WorkerReady; None derives it from `config`.
+    """Takes `step_s` per plan, or per decode in it, in sequence, and samples the next of `tokens`
+    for every request. `ready` is its WorkerReady; None derives it from `config`.
 
     A result reports the seconds of its step and the idle seconds before it.
     """
@@ -74,9 +74,12 @@ class NullDevice(Executor):
     def submit(self, plan: StepPlan) -> None:
         begin = max(self._free_at, time.perf_counter())
         seconds = begin - self._free_at + self._step_s
-        self._free_at = begin + self._step_s
+        self._free_at = begin + self._step_s * plan.decode_steps
         token = self._tokens[plan.step % len(self._tokens)]
         result = StepResult(plan.step, [token] * num_sampling(plan), seconds=[seconds])
+        if plan.decode_steps > 1:
+            counts = Counter(index for launch in plan.launches for index in launch.req_indices)
+            result.token_counts = list(counts.values())
         self._running.append((self._free_at, result))
 
     def has_result(self) -> bool:

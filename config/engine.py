@@ -145,6 +145,14 @@ class SchedulerConfig:
         switches={"async-scheduling": (2, 1), "delayed-sampling": (2, 1)},
         switch_variables={"VLLM_DELAYED_SAMPLING": "delayed-sampling"},
     )
+    num_scheduler_steps: int = setting(
+        1,
+        "Decodes of a request in a step: the host works once for so many tokens, which arrive "
+        "together. Steps with prompts or grammars decode once",
+        aliases=("num-scheduler-seqs",),
+        minimum=1,
+        maximum=64,
+    )
     max_queue_len: int = setting(
         100_000,
         "Maximum number of waiting requests in an engine, whatever the front ends allow",
@@ -354,6 +362,12 @@ class EngineConfig:
             self._check_weight_offload()
         if self.speculation.choose() is not None:
             self._check_speculation()
+        stages = self.parallel.pipeline_parallel_size
+        if stages > 1:
+            self._check_scheduler_steps(
+                f"pipeline_parallel_size is {stages}, so that a sampled token returns to the first "
+                "stage with a later step"
+            )
         if self.quantization in AT_LOAD and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError(
                 f"quantization is {self.quantization} and dtype is {self.dtype}: quantized weights "
@@ -438,6 +452,10 @@ class EngineConfig:
                 )
 
     def _check_speculation(self) -> None:
+        self._check_scheduler_steps(
+            "speculative_config is set, so that only the result of a decode says where the next "
+            "one starts"
+        )
         engines = self.num_coupled_engines
         if engines > 1:
             raise ConfigError(
@@ -448,6 +466,14 @@ class EngineConfig:
             raise ConfigError(
                 "contiguous_pa and speculative_config are both on: rows of one request, which "
                 "share its blocks, cannot be read as one slice; turn one of them off"
+            )
+
+    def _check_scheduler_steps(self, why: str) -> None:
+        """Raise ConfigError, because of `why`, if a step decodes a request several times."""
+        if self.scheduler.num_scheduler_steps > 1:
+            raise ConfigError(
+                f"num_scheduler_steps is {self.scheduler.num_scheduler_steps} and {why}: set "
+                "num_scheduler_steps to 1"
             )
 
     def _check_coupled(self) -> None:

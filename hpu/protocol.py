@@ -257,6 +257,9 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     loaded_blocks: list[int] = []
     """Slot loaded_slots[i] is copied to block loaded_blocks[i], after the stores and before the
     launches."""
+    decode_steps: int = 1
+    """Maximum decodes of a request in this plan. Above 1, the launches are decodes in rounds: each
+    round computes the tokens that the previous round sampled, which stay on the device."""
 
 
 class GrammarMasks(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=9):
@@ -289,7 +292,8 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=2):
-    """Results of a step, in the plan's order.
+    """Results of a step, in the plan's order. A request that is decoded several times
+    (StepPlan.decode_steps) is listed once, at its first launch, with all its tokens.
 
     `tokens` holds the tokens of all sampling requests, `token_counts[i]` tokens for request i; -1
     marks non-finite logits.

@@ -87,13 +87,6 @@ VALUES = (
         "copy where that is faster",
     ),
     ("prefix-caching-hash-algo", (), "blocks are found by their SHA-256"),
-    (
-        # The guide of the vendor's fork uses the second name.
-        "num-scheduler-steps num-scheduler-seqs",
-        (NUMBER,),
-        "two steps are in flight instead of several planned at once; --overlap-depth 1 "
-        "turns that off",
-    ),
     ("num-lookahead-slots", (NUMBER,), "--num-speculative-tokens says how many"),
     ("scheduler-delay-factor", ("0",), "a waiting prompt starts with the next step"),
     (
@@ -180,7 +173,7 @@ SWITCHES = (
     ),
     ("disable-cascade-attn", (), "there is no cascade attention"),
     ("disable-async-output-proc", (), "--overlap-depth 1 turns the overlap of steps off"),
-    ("multi-step-stream-outputs", (), "tokens are streamed after each step"),
+    ("multi-step-stream-outputs", (), "the tokens of a step are sent when the step ends"),
     ("disable-frontend-multiprocessing", (), "an engine of a server is a process of its own"),
     ("enable-reasoning", ("true",), "--reasoning-parser alone chooses"),
     ("enable-sleep-mode", ("true",), "/sleep needs --enable-dev-endpoints alone"),

@@ -1,5 +1,6 @@
 """build_core: assembles an EngineCore for the workers that have started."""
 
+import logging
 from collections.abc import Iterable
 
 from config.engine import EngineConfig
@@ -19,6 +20,8 @@ from engine.scheduling.scheduler import LaunchFacts, Scheduler
 from engine.stats import StepStats
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import DECODE, WorkerReady
+
+logger = logging.getLogger(__name__)
 
 
 def build_core(
@@ -75,6 +78,11 @@ def build_core(
             config.execution.defrag_threshold,
         )
         scheduler = Scheduler(config.scheduler, waiting, kv, packer, stats, resources, facts)
+        logger.info(
+            "Decodes of a request in a step: %d (--num-scheduler-steps); steps in flight: %d",
+            config.scheduler.num_scheduler_steps,
+            config.max_inflight_steps,
+        )
     parts = CoreParts(table, packer, kv, lora, encoder, scheduler, stats, sync)
     for info in adapters:
         lora.register(info)

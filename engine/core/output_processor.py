@@ -116,7 +116,9 @@ class OutputProcessor:
             request = decodes[index] if index < len(decodes) else sampling[index - len(decodes)]
             request.drafts = drafts
         if result.token_counts:
-            return self._append_several([*decodes, *sampling], result, now)
+            # The scheduler counted a single computed token for a decode with drafts.
+            has_drafts = not output.decode_counts
+            return self._append_several([*decodes, *sampling], result, now, has_drafts=has_drafts)
         finished = self._append_tokens(decodes, result.tokens[: len(decodes)], now)
         if sampling:
             finished += self._append_tokens(sampling, result.tokens[len(decodes) :], now)
@@ -206,17 +208,18 @@ class OutputProcessor:
         return [request for request, _ in failed]
 
     def _append_several(
-        self, requests: list[Request], result: StepResult, now: float
+        self, requests: list[Request], result: StepResult, now: float, *, has_drafts: bool
     ) -> list[Request]:
-        """Append `result.token_counts[i]` tokens to request i; tokens after its end are dropped."""
+        """Append `result.token_counts[i]` tokens to request i; tokens after its end are dropped.
+        The flag: also add the accepted drafts to the computed tokens."""
         finished = []
         start = 0
         for request, count in zip(requests, result.token_counts, strict=True):
             tokens, start = result.tokens[start : start + count], start + count
             if request.state == FINISHED:
                 continue
-            # The scheduler counted a single computed token for the step.
-            request.num_computed_tokens += count - 1
+            if has_drafts:
+                request.num_computed_tokens += count - 1
             accepted = tokens[: _num_accepted(request, tokens)]
             request.output_token_ids.extend(accepted)
             request.num_tokens += len(accepted)

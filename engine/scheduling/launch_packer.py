@@ -64,9 +64,13 @@ class LaunchPacker:
         """Clear the cached costs after a change of the bucket table."""
         self._memo.clear()
 
+    def holds(self, phase: int, num_tokens: int, num_blocks: int) -> bool:
+        """Whether a sequence can be launched alone."""
+        return not self._rejects or self._table.is_prepared(phase, 1, num_tokens, num_blocks)
+
     def refusal(self, phase: int, num_tokens: int, num_blocks: int) -> str | None:
         """Why a sequence cannot be launched even alone; None if it can."""
-        if not self._rejects or self._table.is_prepared(phase, 1, num_tokens, num_blocks):
+        if self.holds(phase, num_tokens, num_blocks):
             return None
         name = PHASES[phase]
         self._stats.count_refusal(name)

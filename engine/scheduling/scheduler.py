@@ -21,7 +21,7 @@ from engine.scheduling.shares import Units, over_share
 from engine.scheduling.waiting_queue import WaitingQueue
 from engine.stats import StepStats
 from engine.transport.messages import AddRequest
-from hpu.protocol import DECODE, PREFILL, TOKEN_BYTES, NewRequest, StepPlan
+from hpu.protocol import DECODE, PREFILL, TOKEN_BYTES, Launch, NewRequest, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ class SchedulerOutput:
     chunks: list[Chunk] = field(default_factory=list)
     """Prefill chunks in scheduling order."""
     num_decode_blocks: int = 0
+    decode_counts: list[int] = field(default_factory=list)
+    """Decodes of each request in `decodes`; empty: one each."""
     new_requests: list[NewRequest] = field(default_factory=list)
     grown_requests: list[int] = field(default_factory=list)
     grown_blocks: list[int] = field(default_factory=list)
@@ -95,6 +97,11 @@ class Scheduler:
     the launch of the last. Only the first of these steps decodes: a decode in each step would delay
     the later prompts. Running requests wait no longer than for a single step with all these
     prompts.
+
+    A step without prompts decodes each request up to `num_scheduler_steps` times, so that the host
+    works once for several tokens. A request decodes fewer times if it reaches its length limit or
+    if no block is free for its later tokens; a request with a grammar limits the step to a single
+    decode, because each of its tokens needs a bitmask.
 
     With pipeline stages, a decode's input token returns to the first stage `num_stages` steps after
     it was sampled. Each step takes a share of the decodes, so that the shares follow each other
@@ -134,6 +141,7 @@ class Scheduler:
         0 the next step decodes."""
         self._num_stages = facts.num_stages
         self._decode_tokens = facts.tokens_per_decode
+        self._max_decodes = config.num_scheduler_steps
         num_decode_tokens = config.max_num_seqs * facts.tokens_per_decode
         if facts.tokens_per_decode > 1 and num_decode_tokens > config.token_budget():
             logger.warning(
@@ -307,6 +315,8 @@ class Scheduler:
             self._schedule_prompts(output, self._prompt_budget(len(output.decodes)))
         is_full = output.num_tokens >= self._launch_tokens
         self._num_since_decodes = num_since_decodes + output.num_tokens if is_full else 0
+        if self._max_decodes > 1 and output.decodes and not output.chunks:
+            self._schedule_further_decodes(output)
         self._build_plan(output)
         return output
 
@@ -376,6 +386,38 @@ class Scheduler:
             return False
         self._allocate(request, count, output)
         return True
+
+    def _schedule_further_decodes(self, output: SchedulerOutput) -> None:
+        """Decode each request of the step again, up to `_max_decodes` times in total. Takes free
+        blocks only and preempts no request."""
+        if any(request.sampling.masked for request in output.decodes):
+            return
+        counts = [1 + self._decode_ahead(request, output) for request in output.decodes]
+        if max(counts) > 1:
+            output.decode_counts = counts
+            output.num_decode_blocks = self._num_decode_blocks(output.decodes)
+
+    def _decode_ahead(self, request: Request, output: SchedulerOutput) -> int:
+        """How many more times a request that decodes in this step can decode. Allocates its
+        blocks."""
+        num_computed = request.num_computed_tokens
+        count = self._max_decodes - 1
+        if num_computed + count > request.decode_limit:
+            if request.state != RUNNING:  # preempted in favour of a waiting request
+                return 0
+            count = min(count, request.max_num_tokens - 1 - num_computed)
+            num_missing = self._kv.num_blocks_for(num_computed + count) - len(request.blocks)
+            num_missing = min(num_missing, self._kv.pool.num_free)
+            if num_missing > 0 and self._packer.holds(DECODE, 1, len(request.blocks) + num_missing):
+                self._allocate(request, num_missing, output)
+            count = min(count, request.decode_limit - num_computed)
+        request.num_computed_tokens = num_computed + count
+        return count
+
+    def _num_decode_blocks(self, requests: list[Request]) -> int:
+        """Blocks that a decode of `requests` reads."""
+        blocks = map(self._kv.num_decode_blocks, requests)
+        return max(blocks) if self._kv.contiguous else sum(blocks)
 
     def _schedule_prefills(self, output: SchedulerOutput, budget: int) -> int:
         for request in self._prefilling:
@@ -643,15 +685,12 @@ class Scheduler:
         return error
 
     def _build_plan(self, output: SchedulerOutput) -> None:
-        launches = []
+        launches: list[Launch] = []
         if output.decodes:
-            req_indices = [request.req_index for request in output.decodes]
-            if self._packer.must_split(len(req_indices), output.num_decode_blocks):
-                blocks = [self._kv.num_decode_blocks(request) for request in output.decodes]
-                launches += self._packer.decode_split(req_indices, blocks)
-            else:
-                launches.append(self._packer.decode(req_indices, output.num_decode_blocks))
-            output.num_tokens += len(req_indices)
+            self._add_decodes(output.decodes, output.num_decode_blocks, launches, output)
+            if output.decode_counts:
+                for number in range(1, max(output.decode_counts)):
+                    self._add_round(number, launches, output)
         if output.chunks:
             for launch, chunks in self._packer.prefill(output.chunks):
                 launches.append(launch)
@@ -670,6 +709,8 @@ class Scheduler:
             [source for source, _ in moves],
             [target for _, target in moves],
         )
+        if output.decode_counts:
+            output.plan.decode_steps = max(output.decode_counts)
         self._kv.offload.fill_plan(output.plan)
         for resource in self._resources:
             resource.fill_plan(output.plan)
@@ -680,6 +721,30 @@ class Scheduler:
             output.deferred = add_masks(output.plan, masked)
         if self._num_last_tokens > 1 and output.decodes:
             output.plan.known = known_tokens(output.decodes, self._num_last_tokens)
+
+    def _add_round(self, number: int, launches: list[Launch], output: SchedulerOutput) -> None:
+        """Add the launches of the requests that decode more than `number` times."""
+        requests, num_blocks = output.decodes, output.num_decode_blocks
+        if min(output.decode_counts) <= number:
+            counted = zip(requests, output.decode_counts, strict=True)
+            requests = [request for request, count in counted if count > number]
+            num_blocks = self._num_decode_blocks(requests)
+        self._add_decodes(requests, num_blocks, launches, output)
+
+    def _add_decodes(
+        self,
+        requests: list[Request],
+        num_blocks: int,
+        launches: list[Launch],
+        output: SchedulerOutput,
+    ) -> None:
+        req_indices = [request.req_index for request in requests]
+        if self._packer.must_split(len(req_indices), num_blocks):
+            blocks = [self._kv.num_decode_blocks(request) for request in requests]
+            launches += self._packer.decode_split(req_indices, blocks)
+        else:
+            launches.append(self._packer.decode(req_indices, num_blocks))
+        output.num_tokens += len(req_indices)
 
     def check(self) -> None:
         """Raise AssertionError unless indices, blocks and states agree."""

@@ -1,5 +1,6 @@
 """AsyncStepOutput: a step's results on their way to the host, and its deferred launches."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -176,6 +177,8 @@ class AsyncStepOutput:
 
     step: int
     host_s: float
+    decode_steps: int = 1
+    """See StepPlan.decode_steps."""
     launches: list[AsyncLaunchOutput] = field(default_factory=list)
     """Launches in the plan's order."""
     deferred: list[tuple[int, Launch]] = field(default_factory=list)
@@ -248,7 +251,31 @@ class AsyncStepOutput:
                 result.seconds.append(sum(end.seconds_since(begin) for begin, end in parts))
         if has_counts:
             result.token_counts = counts
+        if self.decode_steps > 1:
+            self._join_rounds(result)
         return result
+
+    @property
+    def req_indices(self) -> list[int]:
+        """The sampling requests, in the order of StepResult.token_counts."""
+        indices = [index for launch in self.launches for index in launch.req_indices]
+        return list(dict.fromkeys(indices)) if self.decode_steps > 1 else indices
+
+    def _join_rounds(self, result: StepResult) -> None:
+        """Put the tokens of each request together; they are in the order of the launches, a token
+        for each request of a launch."""
+        places: dict[int, list[int]] = {}
+        indices = itertools.chain.from_iterable(launch.req_indices for launch in self.launches)
+        for place, req_index in enumerate(indices):
+            places.setdefault(req_index, []).append(place)
+        order = list(itertools.chain.from_iterable(places.values()))
+        result.tokens = [result.tokens[place] for place in order]
+        result.token_counts = [len(several) for several in places.values()]
+        if result.logprobs:
+            by_place = dict(result.logprobs)
+            result.logprobs = [
+                (index, by_place[place]) for index, place in enumerate(order) if place in by_place
+            ]
 
 
 def _tokens_of(row: list[int]) -> list[int]:

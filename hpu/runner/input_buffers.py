@@ -180,9 +180,10 @@ class BaseInputBuffers(Generic[A]):
 
     `make` names the host arrays of `shapes`; a subclass names the device tensors (`_name`).
 
-    Prepared inputs have two alternating sets of host memory, and two sets of device memory if
-    `rebinds_inputs` is true: there, a copy into memory that a launch reads waits for the launch, so
-    with a single set a bucket that runs in every step could upload only between launches.
+    Prepared inputs have `num_sets` alternating sets of host memory, and as many sets of device
+    memory if `rebinds_inputs` is true: there, a copy into memory that a launch reads waits for the
+    launch, so with a single set a bucket that runs in every step could upload only between
+    launches.
 
     A graph's inputs are the flat tensors, not views: the Gaudi bridge matches graph inputs by
     tensor identity, and the base of a view is not the view, so a replay would read the base of the
@@ -198,6 +199,7 @@ class BaseInputBuffers(Generic[A]):
         backend: Backend,
         *,
         is_static: bool,
+        num_sets: int = 2,
     ) -> None:
         self.bucket = bucket
         self.is_static = is_static
@@ -207,12 +209,13 @@ class BaseInputBuffers(Generic[A]):
         self._sizes = [math.prod(shape) for shape in shapes]
         self._make = make
         self._own = self._own_tensors()
-        # A shape that was not prepared may never recur: the second set is created on its second
-        # use.
+        # A shape that was not prepared may never recur: its further sets are created when they are
+        # used.
+        self._num_sets = num_sets
         self._sets: list[_InputSet[A]] = []
         self._sets.append(self._make_set())
         if is_static and not backend.shares_host_memory:
-            self._sets.append(self._make_set())
+            self._sets += [self._make_set() for _ in range(num_sets - 1)]
         self._next_set = 0
         self._current = self._sets[0]
 
@@ -247,7 +250,7 @@ class BaseInputBuffers(Generic[A]):
         return self._name(views, *own)
 
     def host_arrays(self) -> A:
-        """The next host set, ready to write. Waits only if the launch before last of this bucket
+        """The next host set, ready to write. Waits only if the bucket's launch `num_sets` before
         has not read its inputs yet."""
         if self._next_set == len(self._sets):
             self._sets.append(self._make_set())
@@ -264,7 +267,7 @@ class BaseInputBuffers(Generic[A]):
         self._current = chosen = self._sets[self._next_set]
         self._backend.upload(chosen.device, chosen.host)
         chosen.read_event = self._backend.event()
-        self._next_set ^= 1
+        self._next_set = (self._next_set + 1) % self._num_sets
 
     def _own_tensors(self) -> tuple[Tensor, ...]:
         """Forward-pass inputs that are written on the device."""
@@ -306,6 +309,7 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
         hidden_buffers: HiddenBuffers | None = None,
         has_adapters: bool = False,
         image_fields: ImageFields = NO_IMAGES,
+        decode_sets: int = 2,
         shapes: list[tuple[int, ...]] | None = None,
         make: Callable[..., Any] | None = None,
     ) -> None:
@@ -320,6 +324,7 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
                 model's input.
             has_adapters: add the LoRA slot of each sequence.
             image_fields: image arrays that the model reads.
+            decode_sets: alternating sets of a decode's memory: one for each launch in flight.
             shapes, make: set by a subclass.
         """
         self._names_requests = names_requests
@@ -338,7 +343,8 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
         if options:
             shapes += options.values()
             make = partial(_with_options, make, self._options)
-        super().__init__(bucket, shapes, make, backend, is_static=is_static)
+        num_sets = 2 if bucket[0] == PREFILL else decode_sets
+        super().__init__(bucket, shapes, make, backend, is_static=is_static, num_sets=num_sets)
 
     @property
     def last_token_indices(self) -> Tensor | None:

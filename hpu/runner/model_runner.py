@@ -300,8 +300,7 @@ class ModelRunner(StepRunner):
             if launch.launch is not None and launch.launch.phase == PREFILL:
                 self._unproven.difference_update(launch.req_indices)
         if -1 in result.tokens:
-            sampled = [i for launch in output.launches for i in launch.req_indices]
-            owners = np.repeat(sampled, result.token_counts or [1]).tolist()
+            owners = np.repeat(output.req_indices, result.token_counts or [1]).tolist()
             tokens = zip(owners, result.tokens, strict=True)
             self._unproven.update(req_index for req_index, token in tokens if token < 0)
 

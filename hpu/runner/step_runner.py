@@ -43,6 +43,7 @@ class StepRunner:
             self.lora.activate(plan.lora_slots, plan.lora_adapters)
         self._apply(plan)
         output = AsyncStepOutput(plan.step, host_s=time.perf_counter() - start)
+        output.decode_steps = plan.decode_steps
         self._launch_all(plan, output)
         return output
 

@@ -97,9 +97,12 @@ class Sampler:
         *,
         static_shapes: bool,
         sum_dtype: torch.dtype | None = None,
+        num_sets: int = 2,
     ) -> None:
-        """`sum_dtype`: type of sums over a row; None: float64 if it is cheap."""
+        """`sum_dtype`: type of sums over a row; None: float64 if it is cheap. `num_sets`: number of
+        launches in flight."""
         self._backend = backend
+        self._num_sets = num_sets
         self._mode = mode
         self._static_shapes = static_shapes
         if sum_dtype is None:
@@ -446,7 +449,7 @@ class Sampler:
     def _inputs(self, width: int) -> "_LaunchInputs":
         inputs = self._inputs_by_width.get(width)
         if inputs is None:
-            inputs = _LaunchInputs(self._backend, width, self._sum_dtype)
+            inputs = _LaunchInputs(self._backend, width, self._sum_dtype, self._num_sets)
             self._inputs_by_width[width] = inputs
         return inputs
 
@@ -614,13 +617,14 @@ class Sampler:
 class _Columns:
     """A (count, width) device buffer, uploaded in one piece."""
 
-    def __init__(self, backend: Backend, count: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, backend: Backend, count: int, width: int, dtype: torch.dtype, num_sets: int = 2
+    ) -> None:
         self._backend = backend
         self._shape = (count, width)
-        # Two alternating buffers if an upload would wait for the launch that reads its target.
-        self._sets = [
-            backend.zeros((count * width,), dtype) for _ in range(1 + backend.rebinds_inputs)
-        ]
+        # Alternating buffers if an upload would wait for the launch that reads its target.
+        num_sets = num_sets if backend.rebinds_inputs else 1
+        self._sets = [backend.zeros((count * width,), dtype) for _ in range(num_sets)]
         self._columns = [torch.split(column_set, width) for column_set in self._sets]
         self._host = self._sets[0]
 
@@ -644,8 +648,8 @@ class _Columns:
     def upload(self, pinned: list[Tensor]) -> None:
         """Copy to the device; appends the host tensor of the copy to `pinned`."""
         if not self._backend.shares_host_memory:
-            self._sets.reverse()
-            self._columns.reverse()
+            self._sets.append(self._sets.pop(0))
+            self._columns.append(self._columns.pop(0))
             self._backend.upload(self.device, self._host)
             pinned.append(self._host)
 
@@ -653,16 +657,18 @@ class _Columns:
 class _LaunchInputs:
     """Device columns for a batch width, created on first use."""
 
-    def __init__(self, backend: Backend, width: int, sum_dtype: torch.dtype) -> None:
-        self.param_columns = _Columns(backend, len(Params._fields), width, torch.float32)
+    def __init__(self, backend: Backend, width: int, sum_dtype: torch.dtype, num_sets: int) -> None:
+        self.param_columns = _Columns(backend, len(Params._fields), width, torch.float32, num_sets)
         self.params = Params(*(column.unsqueeze(1) for column in self.param_columns.columns))
         """Each (B, 1) float32; not with static shapes."""
-        self.row_columns = _Columns(backend, len(TableRows._fields), width, backend.index_dtype)
+        self.row_columns = _Columns(
+            backend, len(TableRows._fields), width, backend.index_dtype, num_sets
+        )
         self.random_columns: _Columns | None = None
         self.random: Tensor = self.params.random
         """(B, 1) of the type that weights are summed in; not with static shapes."""
         if sum_dtype != torch.float32:
-            self.random_columns = _Columns(backend, 1, width, sum_dtype)
+            self.random_columns = _Columns(backend, 1, width, sum_dtype, num_sets)
             self.random = self.random_columns.device.unsqueeze(1)
 
     @property

@@ -211,7 +211,14 @@ def make_sampler(loaded: LoadedModel) -> Sampler | None:
         backend,
         LogprobsMode.named(loaded.config.logprobs_mode),
         static_shapes=loaded.pads and (loaded.captures or backend.compiles),
+        num_sets=_num_launches(loaded),
     )
+
+
+def _num_launches(loaded: LoadedModel) -> int:
+    """Decodes of a request in flight: uploading the inputs of a plan's decodes waits for none of
+    the plan before."""
+    return 2 * loaded.config.scheduler.num_scheduler_steps
 
 
 def make_runner(
@@ -265,6 +272,7 @@ def make_runner(
         hidden_buffers=hidden_buffers,
         has_adapters=loaded.lora is not None,
         image_fields=_image_fields(loaded),
+        decode_sets=_num_launches(loaded),
     )
     buffers = InputBufferPool(backend, with_draft_buffers(loaded, make, sampler, hidden_buffers))
     batch_state = BatchState(

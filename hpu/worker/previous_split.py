@@ -50,6 +50,7 @@ UNRELATED = frozenset(
         "compare_ranks",
         "policy",
         "max_inflight_steps",
+        "num_scheduler_steps",
         "max_queue_len",
         "kv_offloading_dir",
         "kv_offloading_dir_size",

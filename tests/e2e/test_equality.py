@@ -11,7 +11,7 @@ import pytest
 from engine_rig import eventually, request_of
 from greedy import greedy_by_transformers, load_reference
 from releases import transformers_before
-from tiny_models import FAMILIES, WITH_STATES, make_tiny
+from tiny_models import FAMILIES, WITH_STATES, make_tiny, write_tokenizer
 
 from config.loading.sources import from_keywords
 from config.params.sampling import SamplingParams
@@ -259,7 +259,9 @@ def test_models_in_the_code_of_transformers_run_short_of_blocks_too(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("tiny"), seed=3)
+    folder = make_tiny("llama", tmp_path_factory.mktemp("tiny"), seed=3)
+    write_tokenizer(folder)
+    return folder
 
 
 EVERY_SAMPLING_RULE = [
@@ -369,3 +371,120 @@ async def test_many_aborts_change_no_other_request_and_leak_no_blocks(
     assert is_empty and (client.stats.running, client.stats.waiting) == (0, 0)
     assert survived == tokens_of(alone)
     assert again == survived[1]
+
+
+STEPPED: dict[str, dict[str, Any]] = {
+    "short of blocks": FEW_BLOCKS,
+    "no overlap": {**FEW_BLOCKS, "overlap_depth": 1, "num_gpu_blocks_override": 200},
+    "no prefixes": {**FEW_BLOCKS, "enable_prefix_caching": False, "bucketing_strategy": "exact"},
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_steps"),
+    [("short of blocks", 3), ("no overlap", 2), ("no prefixes", 8)],
+)
+def test_every_sampling_rule_gives_the_tokens_of_a_decode_per_step(
+    folder: Path, shape: str, num_steps: int
+) -> None:
+    params = [rule.replace(logprobs=3) for rule in EVERY_SAMPLING_RULE]
+    expected, before = run(folder, STEPPED[shape], PROMPTS, params)
+
+    found, stats = run(
+        folder, {**STEPPED[shape], "num_scheduler_steps": num_steps}, PROMPTS, params
+    )
+
+    assert tokens_of(found) == tokens_of(expected)
+    choices = [choice for output in found for choice in output.outputs]
+    others = [choice for output in expected for choice in output.outputs]
+    assert_same_values(
+        [list(c.logprobs or []) for c in choices], [list(c.logprobs or []) for c in others]
+    )
+    ends = [(c.finish_reason, c.stop_reason) for c in choices]
+    assert ends == [(c.finish_reason, c.stop_reason) for c in others]
+    assert stats.steps < before.steps
+    assert (stats.preemptions > 0) == (shape != "no overlap")
+    assert stats.blocks_used == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("granitemoehybrid", {}),
+        pytest.param("qwen3_next", {}, marks=pytest.mark.slow),
+        ("gpt_oss", {"sliding_window": 9}),
+        pytest.param("llama4_text", {"attention_chunk_size": 7}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_states_windows_and_latents_advance_with_each_decode_of_a_step(
+    family: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make_tiny(family, tmp_path, seed=3, **overrides)
+    expected, _ = run(model, FEW_BLOCKS, PROMPTS, GREEDY)
+
+    found, stats = run(model, {**FEW_BLOCKS, "num_scheduler_steps": 4}, PROMPTS, GREEDY)
+
+    assert tokens_of(found) == tokens_of(expected)
+    assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+
+
+def test_stop_strings_and_end_tokens_end_texts_and_usage_where_they_ended_before(
+    folder: Path,
+) -> None:
+    shape = {**FEW_BLOCKS, "skip_tokenizer_init": False}
+    long = SamplingParams(temperature=1.0, seed=5, max_tokens=60, n=2, ignore_eos=True)
+    with LLM(str(folder), **shape) as llm:
+        (whole,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], long, use_tqdm=False)
+        text = whole.outputs[0].text
+        stops = [text[7:9], text[20:22]]
+        params = [
+            long.replace(stop=(stops[0],)),
+            long.replace(stop=(stops[1],), include_stop_str_in_output=True),
+            long.replace(stop_token_ids=(whole.outputs[1].token_ids[13],)),
+            long.replace(ignore_eos=False, temperature=2.0),
+        ]
+        prompts = [{"prompt_token_ids": PROMPTS[0]}] * len(params)
+        expected = llm.generate(prompts, params, use_tqdm=False)
+
+    with LLM(str(folder), **shape, num_scheduler_steps=8) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+
+    def ends(outputs: list[Any]) -> list[Any]:
+        return [
+            (c.text, c.token_ids, c.finish_reason, c.stop_reason)
+            for o in outputs
+            for c in o.outputs
+        ]
+
+    assert ends(found) == ends(expected)
+    assert {reason for _, _, reason, _ in ends(found)} >= {"stop"}
+    assert any(isinstance(stop, str) for *_, stop in ends(found))
+    assert any(isinstance(stop, int) for *_, stop in ends(found))
+
+
+async def test_aborts_between_the_decodes_change_no_other_request_and_leak_no_blocks(
+    folder: Path,
+) -> None:
+    alone, _ = run(folder, FEW_BLOCKS, PROMPTS, GREEDY)
+    rng = random.Random(5)
+    config = from_keywords(model=str(folder), **FEW_BLOCKS, num_scheduler_steps=8).engine
+    client = InprocClient(config)
+    await client.start()
+    await client.wait_ready()
+
+    async def give_up(prompt: bytes) -> None:
+        queue = client.add(request_of(prompt, GREEDY))
+        for _ in range(rng.randrange(4)):
+            await queue.get()
+        client.abort([queue.key])
+
+    prompts = [array("I", prompt).tobytes() for prompt in PROMPTS]
+    leavers = [give_up(rng.choice(prompts)) for _ in range(30)]
+    stayers = [read(client.add(request_of(prompt, GREEDY))) for prompt in prompts]
+    *survived, _ = await asyncio.gather(*stayers, asyncio.gather(*leavers))
+    is_empty = await eventually(lambda: not client.stats.blocks_used, 10)
+    await client.close()
+
+    assert is_empty and (client.stats.running, client.stats.waiting) == (0, 0)
+    assert survived == tokens_of(alone)

@@ -57,6 +57,15 @@ def test_two_ranks_on_the_cpu_give_the_tokens_of_one(
         assert answers(llm) == expected
 
 
+def test_two_ranks_that_decode_several_times_in_a_step_give_the_tokens_of_one(
+    folder: str, expected: list[list[int]]
+) -> None:
+    with LLM(
+        folder, **CPU, tensor_parallel_size=2, compare_ranks=True, num_scheduler_steps=4
+    ) as llm:
+        assert answers(llm) == expected
+
+
 @pytest.mark.parametrize(
     "mode",
     ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)],

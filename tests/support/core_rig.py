@@ -65,6 +65,7 @@ class CoreRig:
         load_s: float = 0.0,
         fair_share: bool = False,
         max_ttft_s: float = 0.0,
+        num_scheduler_steps: int = 1,
     ) -> None:
         """`widest_decode`: blocks of the widest decode that is prepared, of those in the table."""
         self.ready = worker_ready(
@@ -94,6 +95,7 @@ class CoreRig:
             max_queue_len=max_queue_len,
             fair_share=fair_share,
             max_ttft_s=max_ttft_s,
+            num_scheduler_steps=num_scheduler_steps,
         )
         config = EngineConfig(
             model="none",
@@ -224,7 +226,7 @@ class CoreRig:
                     num_decodes += len(launch.req_indices)
             left = self.budget - num_decodes * self.ready.max_tokens_per_step
             least = min(self.ready.block_size, self.budget - num_decodes)
-            assert num_prompt_tokens <= max(left, least), (
+            assert num_prompt_tokens <= max(left, least, 0), (
                 f"plan {plan.step} has {num_decodes} decodes and {num_prompt_tokens} prompt tokens"
             )
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from engine.executors.base import Executor, Report
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import (
+    DECODE,
     PREFILL,
     SLEEP,
     BlocksFetched,
@@ -236,7 +237,10 @@ class FakeExecutor(Executor):
                 dict.fromkeys(set(plan.deferred_requests) - set(late.req_indices), anything)
             )
         used = Counter(index for launch in plan.launches for index in launch.req_indices)
-        assert max(used.values(), default=1) == 1, f"a request is launched twice: {used}"
+        assert max(used.values(), default=1) == plan.decode_steps, (
+            f"a request is launched {max(used.values())} times, not {plan.decode_steps}"
+        )
+        assert plan.decode_steps == 1 or all(x.phase == DECODE for x in plan.launches)
         result = StepResult(plan.step, [], seconds=[0.001] * len(plan.launches))
         result.counters, self.counters = self.counters, {}
         result.corrupt_loads = corrupt
@@ -249,6 +253,8 @@ class FakeExecutor(Executor):
             else:
                 self._decode_rows(launch, result)
         assert not self._masks, f"requests {list(self._masks)} have a mask and did not sample"
+        if plan.decode_steps > 1:
+            _join(result, [index for launch in plan.launches for index in launch.req_indices])
         return result
 
     def _copy_blocks(self, plan: StepPlan) -> list[int]:
@@ -484,6 +490,14 @@ class FakeExecutor(Executor):
             result.logprobs.append((len(result.tokens), scores))
         result.tokens.append(token)
         request.append(max(token, 0))
+
+
+def _join(result: StepResult, req_indices: list[int]) -> None:
+    """Join the tokens of each request, which are in the order of the launches."""
+    order = sorted(range(len(req_indices)), key=lambda place: req_indices.index(req_indices[place]))
+    result.tokens = [result.tokens[place] for place in order]
+    result.token_counts = [req_indices.count(index) for index in dict.fromkeys(req_indices)]
+    result.logprobs = sorted((order.index(place), scores) for place, scores in result.logprobs)
 
 
 def _masks(req_indices: list[int], masks: memoryview) -> dict[int, npt.NDArray[np.uint8]]:

@@ -92,6 +92,7 @@ rigs = st.fixed_dictionaries(
         "buckets": st.sampled_from(["exact", "exponential", "linear"]),
         "max_prefill_batch": st.sampled_from([1, 3]),
         "prefill_launch_tokens": st.sampled_from([0, 0, 6, 20]),
+        "num_scheduler_steps": st.sampled_from([1, 1, 2, 3, 8]),
     }
 )
 

@@ -73,6 +73,7 @@ class WorkerRig:
         kv_cache_dtype: str = "auto",
         calculate_kv_scales: bool = False,
         images_per_request: int = 1,
+        num_scheduler_steps: int = 1,
         ranks: Ranks = SINGLE_RANK,
         **settings: Any,
     ) -> None:
@@ -93,6 +94,7 @@ class WorkerRig:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 merged_prefill=merged_prefill,
+                num_scheduler_steps=num_scheduler_steps,
             ),
             buckets=buckets or BucketConfig(),
             **settings,

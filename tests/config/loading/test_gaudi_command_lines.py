@@ -204,7 +204,7 @@ OPENSHIFT_LINES = (
 LINES = (*CHART_LINES, *LLM_D_LINES, *PLUGIN_LINES, *FORK_LINES, *OPEA_LINES, *TUTORIAL_LINES)
 LINES += OPENSHIFT_LINES
 WITHOUT_EFFECT = {
-    *("num-scheduler-steps", "use-padding-aware-scheduling", "trust-remote-code"),
+    *("use-padding-aware-scheduling", "trust-remote-code"),
     *("use-v2-block-manager", "tokenizer-mode", "max-seq-len-to-capture", "config-format"),
     *("collect-detailed-traces", "kv-transfer-config", "weights-load-device", "disable-log-stats"),
     *("enable-reasoning", "num-lookahead-slots"),

@@ -160,8 +160,6 @@ def test_one_message_names_every_flag_that_cannot_be_used(
         "--enable-chunked-prefill",
         "--enable-chunked-prefill True",
         "--enable-chunked-prefill=true",
-        "--num-scheduler-steps 8",
-        "--num-scheduler-seqs 8",
         "--max-seq-len-to-capture 32768",
         "--preemption-mode recompute",
         "--scheduler-delay-factor 0",
@@ -186,12 +184,12 @@ def test_a_flag_that_asks_for_nothing_special_is_accepted_and_logged_with_its_re
 def test_the_log_has_one_line_for_all_of_them(
     served: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cli.main([*SERVE, "--preemption-mode=swap", "--trust-remote-code", "--num-scheduler-steps=8"])
+    cli.main([*SERVE, "--preemption-mode=swap", "--trust-remote-code", "--num-lookahead-slots=8"])
 
     (record,) = [record for record in caplog.records if record.name == cli.__name__]
     assert "--preemption-mode swap (--swap-space says whether blocks of preempted" in record.message
     assert "--trust-remote-code (code in a checkpoint is never run" in record.message
-    assert "--num-scheduler-steps 8 (two steps are in flight instead" in record.message
+    assert "--num-lookahead-slots 8 (--num-speculative-tokens says how many" in record.message
 
 
 def test_the_log_has_a_warning_for_each_note(
@@ -274,6 +272,8 @@ def test_another_value_or_flag_is_refused_with_the_reason(
         ("--disable-log-requests", "enable-log-requests", False),
         ("--enforce-eager", "enforce-eager", True),
         ("--max-logprobs 5", "max-logprobs", 5),
+        ("--num-scheduler-steps 8", "num-scheduler-steps", 8),
+        ("--num_scheduler_seqs 16", "num-scheduler-steps", 16),
         ("--seed 7", "seed", 7),
         ("--revision abc", "revision", "abc"),
         ("--block-size 128", "block-size", 128),

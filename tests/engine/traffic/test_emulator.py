@@ -13,7 +13,7 @@ from random_requests import FORMS, random_prompt, random_sampling
 from slow_model import Ledger, raw
 from tiny_models import EOS, VOCAB_SIZE, make_tiny
 
-from config.buckets import BucketConfig
+from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import EmulatorSettings, ExecutionConfig
 from engine.core.build import build_core
@@ -68,7 +68,18 @@ PREFILLS: dict[str, dict[str, Any]] = {
     "rows": {"max_prefill_batch": 2},
     "one row": {"max_prefill_batch": 3, "merged_prefill": True},
     "default": {},
+    "rows, several decodes": {"max_prefill_batch": 2, "num_scheduler_steps": 4},
 }
+
+
+FEW = BucketConfig(
+    strategy="linear",
+    prompt_batch=Range(2, 2, 2),
+    prompt_query=Range(64, 64, 64),
+    prompt_context=Range(0, 16, 16),
+    decode_batch=Range(6, 6, 6),
+    decode_blocks=Range(32, 160, 192),
+)
 
 
 @pytest.fixture(
@@ -76,6 +87,14 @@ PREFILLS: dict[str, dict[str, Any]] = {
     params=[
         pytest.param(("hpu-graphs", "exponential", "rows"), id="prompts in rows"),
         pytest.param(("hpu-graphs", "exponential", "one row"), id="prompts in one row"),
+        pytest.param(
+            ("hpu-graphs", "few", "rows, several decodes"), id="hpu-graphs, several decodes"
+        ),
+        pytest.param(
+            ("torch-compile", "few", "rows, several decodes"),
+            id="torch-compile, several decodes",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("hpu-graphs", "auto", "default"), id="hpu-graphs", marks=pytest.mark.slow),
         pytest.param(
             ("torch-compile", "auto", "default"), id="torch-compile", marks=pytest.mark.slow
@@ -93,7 +112,7 @@ def engine(
         num_threads=1,
         cache=CacheConfig(block_size=16, num_blocks=64),
         scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, **PREFILLS[prefills]),
-        buckets=BucketConfig(strategy=strategy),
+        buckets=FEW if strategy == "few" else BucketConfig(strategy=strategy),
         execution=ExecutionConfig(mode=mode),
         emulator=EmulatorSettings(is_strict=True, memory_bytes=32 << 30),
     )

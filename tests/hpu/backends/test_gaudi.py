@@ -282,8 +282,9 @@ PENALIZED = RequestSampling(temperature=0.7, seed=3, presence_penalty=0.5, bad_w
         pytest.param("llama", "torch-compile", DRAWN, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.parametrize("decodes", [1, 4])
 def test_no_upload_waits_for_a_launch_while_requests_decode(
-    family: str, mode: str, sampling: RequestSampling, tmp_path: Path
+    family: str, mode: str, sampling: RequestSampling, decodes: int, tmp_path: Path
 ) -> None:
     with working(
         make_tiny(family, tmp_path),
@@ -291,19 +292,27 @@ def test_no_upload_waits_for_a_launch_while_requests_decode(
         execution=ExecutionConfig(mode=mode),
         emulator=EmulatorSettings(is_strict=True),
         max_num_seqs=2,
+        num_scheduler_steps=decodes,
     ) as rig:
         counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
         for req_index, prompt in enumerate(PROMPTS):
             rig.admit(req_index, prompt, sampling=sampling)
         rig.prefill({0: None, 1: None})
         rig.step()
-        captures, waits = counts["captures"], counts["upload_waits"]
-        rig.decode([0, 1])
-        rig.submit()
 
-        for _ in range(10):
-            rig.decode([0, 1])
+        def submit() -> None:
+            for _ in range(decodes):
+                rig.decode([0, 1])
             rig.submit()
+
+        # The memory of a bucket that was not prepared is created when it is first used.
+        for _ in range(2):
+            submit()
+            rig.collect()
+        captures, waits = counts["captures"], counts["upload_waits"]
+        submit()
+        for _ in range(10 // decodes):
+            submit()
             rig.collect()
         rig.collect()
 

@@ -41,6 +41,7 @@ def test_a_greedy_step_is_two_replays_two_recipes_and_one_copy_each_way() -> Non
     try:
         with torch.inference_mode():
             runs = [measure(backend, 2, 40, 4, computes=way) for way in (False, True)]
+            several, several_counts = measure(backend, 2, 40, 4, computes=True, decodes=3)
     finally:
         backend.close()
 
@@ -51,4 +52,6 @@ def test_a_greedy_step_is_two_replays_two_recipes_and_one_copy_each_way() -> Non
         assert counts["recipes launched for them"] == 2
         assert counts["copies to the device"] == counts["copies to the host"] == 1
         assert all(numbers[part] > 0 for part in OURS)
+    assert several_counts["graphs replayed"] == several_counts["copies to the device"] * 2 == 6
+    assert all(several[part] > 0 for part in OURS)
     assert HPUGraph.replayV3 is before and not hasattr(ModelRunner.submit, "__wrapped__")

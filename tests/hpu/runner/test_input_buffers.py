@@ -128,6 +128,24 @@ def test_a_running_launchs_device_tensors_are_not_written_where_graphs_can_read_
     assert all(inputs.tokens is inputs.graph_inputs[1] for _ in range(2))
 
 
+@pytest.mark.parametrize("is_static", [False, True])
+def test_the_sets_of_a_decode_alternate_and_a_prefill_has_two(is_static: bool) -> None:
+    card = RebindingCard(num_threads=1)
+
+    def hosts(phase: int) -> list[int]:
+        inputs = InputBuffers((phase, 1, 1, 2), card, is_static=is_static, decode_sets=6)
+        found = []
+        for _ in range(12):
+            found.append(inputs.host_arrays().positions.ctypes.data)
+            inputs.upload()
+        return found
+
+    decodes, prefills = hosts(DECODE), hosts(PREFILL)
+
+    assert len(set(decodes)) == 6 and decodes[:6] == decodes[6:]
+    assert len(set(prefills)) == 2 and prefills[:2] == prefills[2:4]
+
+
 def test_a_graph_is_captured_on_a_copy_only_where_it_can_read_others() -> None:
     bucket = (PREFILL, 1, 4, 2)
     moving = InputBuffers(bucket, RebindingCard(num_threads=1), is_static=True)

@@ -1,0 +1,182 @@
+"""--num-scheduler-steps: how often a step decodes each request, seen in plans and messages."""
+
+import logging
+from typing import Any
+
+import pytest
+from core_rig import CoreRig
+from tiny_models import EOS, VOCAB_SIZE, write_tokenizer
+
+from config.params.structured_output import GrammarSpec
+from engine.structured_output.grammar import Grammar, Vocabulary
+from hpu.protocol import PREFILL, RequestSampling, StepPlan
+
+ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": None}
+
+
+def make_rig(num_steps: int = 4, **shape: Any) -> CoreRig:
+    return CoreRig(num_scheduler_steps=num_steps, **shape)
+
+
+def rounds(plan: StepPlan) -> list[list[int]]:
+    """Requests of each launch of a plan that only decodes."""
+    assert all(launch.phase != PREFILL for launch in plan.launches)
+    return [launch.req_indices for launch in plan.launches]
+
+
+def test_one_message_brings_the_tokens_of_all_decodes_of_a_step() -> None:
+    rig = make_rig()
+    for key in range(2):
+        rig.add(key, [key, 1], **ENDLESS)
+    rig.run(steps=3)
+    first, second = rig.ledger.requests[0], rig.ledger.requests[1]
+    before = len(first.tokens), len(second.tokens)
+
+    (_, message), *others = rig.step()
+
+    assert not others
+    assert message.counts == [4, 4] and len(message.keys) == 2
+    assert (len(first.tokens), len(second.tokens)) == (before[0] + 4, before[1] + 4)
+    assert rounds(rig.plans[-1]) == [rig.plans[-1].launches[0].req_indices] * 4
+    assert rig.plans[-1].decode_steps == 4
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 6, 9])
+def test_a_request_leaves_the_rounds_at_its_length_and_others_go_on(max_tokens: int) -> None:
+    rig = make_rig()
+    rig.add(0, [1, 2], max_tokens=max_tokens, ignore_eos=True)
+    rig.add(1, [3, 4], max_tokens=20, ignore_eos=True)
+
+    rig.run()
+
+    for key in range(2):
+        rig.check_output(key)
+    launches = [index for plan in rig.plans for x in plan.launches for index in x.req_indices]
+    # A request is launched once for each of its tokens, the first by its prompt: none in vain.
+    assert len(launches) == max_tokens + 20
+
+
+def test_no_step_with_a_prompt_decodes_twice() -> None:
+    rig = make_rig(budget=8)
+    rig.add(0, [1, 2], **ENDLESS)
+    rig.run(steps=3)
+    rig.add(1, list(range(40)), max_tokens=1, ignore_eos=True)
+
+    rig.run(steps=8)
+
+    with_prompts = [p for p in rig.plans if any(x.phase == PREFILL for x in p.launches)]
+    assert len(with_prompts) > 5
+    assert {plan.decode_steps for plan in with_prompts} == {1}
+
+
+def test_a_request_with_a_grammar_limits_the_step_to_a_single_decode(tmp_path: Any) -> None:
+    write_tokenizer(tmp_path)
+    vocabulary = Vocabulary(str(tmp_path), VOCAB_SIZE, frozenset([EOS]))
+    form = GrammarSpec("regex", "[a-c]{9}")
+    rig = make_rig(vocab_size=VOCAB_SIZE)
+    rig.add(0, [1, 2], max_tokens=50, ignore_eos=True)
+    rig.add(1, [3, 4], structured_outputs=form, grammar=Grammar(form, vocabulary), max_tokens=30)
+
+    rig.run(steps=6)
+    beside = {plan.decode_steps for plan in rig.plans}
+    rig.run()
+
+    assert beside == {1}
+    assert max(plan.decode_steps for plan in rig.plans) == 4
+    for key in range(2):
+        rig.check_output(key)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_behind_an_end_token_are_not_sent_counted_or_cached(depth: int) -> None:
+    def next_token(history: int, generated: int, sampling: RequestSampling) -> int:
+        return 2 if generated == 5 else 10 + generated
+
+    rig = make_rig(8, depth=depth, next_token=next_token)
+    rig.add(0, [1, 2, 3], max_tokens=40)
+
+    rig.run()
+
+    assert rig.tokens(0) == [10, 11, 12, 13, 14, 2]
+    assert rig.reason(0) == "stop"
+    assert rig.core.stats().blocks_used == 0
+    sent = [10, 11, 12, 13, 14, 2, 16, 17, 18]
+    rig.add(1, [1, 2, 3, *sent], max_tokens=1)
+    rig.run()
+    # Two blocks of four: the KV of the end token itself is not cached.
+    assert rig.ledger.requests[1].num_cached == 8
+
+
+def test_further_decodes_take_free_blocks_and_preempt_nobody() -> None:
+    rig = make_rig(8, num_blocks=9, max_num_seqs=2, max_model_len=32)
+    for key in range(2):
+        rig.add(key, [key, 1, 2], max_tokens=12, ignore_eos=True)
+
+    rig.run()
+
+    for key in range(2):
+        rig.check_output(key)
+    assert rig.core.stats().preemptions == 0
+    assert max(plan.decode_steps for plan in rig.plans) == 8
+
+
+def test_without_free_blocks_a_request_decodes_as_far_as_its_own_blocks_reach() -> None:
+    rig = make_rig(8, num_blocks=5, max_num_seqs=2, max_model_len=20)
+    rig.add(0, [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=4, ignore_eos=True)
+    rig.add(1, [3, 4, 5, 6, 7], max_tokens=4, ignore_eos=True)
+
+    rig.run()
+
+    for key in range(2):
+        rig.check_output(key)
+    assert rig.core.stats().preemptions == 0
+
+
+def test_an_abort_between_the_steps_frees_the_blocks_ahead() -> None:
+    rig = make_rig(8)
+    rig.add(0, [1, 2], **ENDLESS)
+    rig.add(1, [3, 4], max_tokens=30, ignore_eos=True)
+    rig.run(steps=3)
+
+    rig.abort(0)
+    rig.run()
+
+    rig.check_output(0)
+    rig.check_output(1)
+    assert rig.core.stats().blocks_used == 0
+
+
+def test_a_token_that_is_no_number_fails_its_request_at_its_position() -> None:
+    def next_token(history: int, generated: int, sampling: RequestSampling) -> int:
+        return -1 if generated == 6 and sampling.seed == 7 else 10 + generated
+
+    rig = make_rig(4, next_token=next_token)
+    rig.add(0, [1, 2], max_tokens=20, seed=7, ignore_eos=True)
+    rig.add(1, [3, 4], max_tokens=20, seed=8, ignore_eos=True)
+
+    rig.run()
+
+    assert rig.tokens(0) == [10, 11, 12, 13, 14, 15]
+    assert rig.error(0) == "the logits of output token 7 were not numbers"
+    rig.check_output(1)
+
+
+def test_where_nothing_unprepared_may_run_every_round_is_a_prepared_bucket() -> None:
+    rig = make_rig(8, buckets="exponential", on_unwarmed="reject", widest_decode=8, max_num_seqs=3)
+    for key in range(3):
+        rig.add(key, [key, 1, 2], max_tokens=9 + key, ignore_eos=True)
+
+    rig.run()
+
+    for key in range(3):
+        rig.check_output(key)
+    lookups = rig.core.stats().lookups
+    assert max(plan.decode_steps for plan in rig.plans) == 8
+    assert not any(name.endswith(("miss", "fallback")) for name in lookups)
+
+
+def test_the_log_says_how_often_a_step_decodes(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        make_rig(8)
+
+    assert "Decodes of a request in a step: 8 (--num-scheduler-steps); steps in" in caplog.text
