@@ -35,6 +35,9 @@ PACKAGES = (
     "pyzmq",
     "msgspec",
     "habana-torch-plugin",
+    "habana-torch-dataloader",
+    "habana-media-loader",
+    "neural-compressor-pt",
     "pyhlml",
 )
 """Packages whose versions are reported."""

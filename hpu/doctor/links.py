@@ -55,8 +55,9 @@ def _links(machine: Machine, cards: tuple[Card, ...]) -> list[Finding]:
                 "links",
                 f"{len(down)} of {num_up + len(down)} links between cards are not up: "
                 f"{'; '.join(down)}",
-                "collectives over them hang or are slow: look at `hl-smi -n link -i BUS_ID`, and "
-                "load the driver again on the host",
+                "collectives over them hang or are slow: look at `hl-smi -n link -i BUS_ID`, bring "
+                "the links up with the vendor's `manage_network_ifs.sh --up`, or load the driver "
+                "again on the host",
             )
         ]
     if num_up:

@@ -15,6 +15,14 @@ RUNTIME = "habana_frameworks"
 DRIVER_MODULES = ("habanalabs", "habanalabs_cn", "habanalabs_ib", "habanalabs_en")
 """The first drives the cards, the others the links between cards."""
 
+QUERIES = (
+    ("dpkg-query", "--show", "--showformat", "${Package} ${Version}\n", "habanalabs-*"),
+    ("rpm", "--query", "--all", "--queryformat", "%{NAME} %{VERSION}-%{RELEASE}\n", "habanalabs-*"),
+)
+"""Commands that list the vendor's system packages, on Debian and on Red Hat."""
+SYSTEM_PACKAGES = ("habanalabs-graph", "habanalabs-thunk", "habanalabs-rdma-core")
+"""Packages of the runtime, which belong to one release."""
+
 IMAGE = "start from a Gaudi PyTorch image or installation"
 
 
@@ -56,6 +64,7 @@ def software_findings(machine: Machine) -> list[Finding]:
         _python(machine),
         _driver(machine),
         *_version_match(machine),
+        *_system_packages(machine),
     ]
 
 
@@ -152,6 +161,34 @@ def _version_match(machine: Machine) -> list[Finding]:
     if not (driver and runtime_release(machine)):
         return [Finding(OK, "driver version", f"driver version {driver or 'unknown'}")]
     return [Finding(OK, "driver version", f"driver {driver} fits the runtime's release")]
+
+
+def system_packages(machine: Machine) -> dict[str, str]:
+    """Version by name of the vendor's installed system packages; empty if unknown."""
+    for query in QUERIES:
+        lines = [line.split() for line in (machine.run(query) or "").splitlines()]
+        if found := {line[0]: line[1] for line in lines if len(line) == 2}:
+            return found
+    return {}
+
+
+def _system_packages(machine: Machine) -> list[Finding]:
+    """Findings about the vendor's system packages, if the package manager knows any."""
+    found = system_packages(machine)
+    if not found:
+        return []
+    listed = ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
+    releases = {found[name].rpartition("-")[0] for name in SYSTEM_PACKAGES if name in found}
+    if len(releases) > 1:
+        return [
+            Finding(
+                WARN,
+                "system packages",
+                f"packages of {len(releases)} releases are installed: {listed}",
+                f"install {', '.join(SYSTEM_PACKAGES)} of one release",
+            )
+        ]
+    return [Finding(OK, "system packages", listed)]
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

@@ -26,6 +26,9 @@ class GaudiMachine:
         }
         self.modules = {"habana_frameworks"}
         self.driver: str | None = "1.22.1-6f0bb5a"
+        self.package_manager = "dpkg-query"
+        self.packages: dict[str, str] = {}
+        """Version by name of the vendor's system packages."""
         self.links_down: list[tuple[int, int]] = []
         """(card, port)"""
         self.smi_modules: list[int] = list(range(cards))
@@ -69,7 +72,9 @@ class GaudiMachine:
             (folder / str(number)).symlink_to(target)
 
     def run(self, argv: Sequence[str]) -> str | None:
-        """What hl-smi prints, if the machine has a driver."""
+        """What hl-smi prints, if the machine has a driver, and what `package_manager` prints."""
+        if argv[0] == self.package_manager:
+            return "".join(f"{name} {version}\n" for name, version in self.packages.items())
         if argv[0] != "hl-smi" or self.driver is None:
             return None
         if "-n" in argv:

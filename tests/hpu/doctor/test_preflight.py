@@ -120,6 +120,26 @@ def test_driver_and_runtime_of_two_releases_are_named(gaudi: GaudiMachine) -> No
     assert "the driver is 1.20.0-bd4b6a8, the runtime 1.22.1.6" in found.what
 
 
+@pytest.mark.parametrize("manager", ["dpkg-query", "rpm"])
+def test_system_packages_are_listed_and_must_be_of_one_release(
+    gaudi: GaudiMachine, manager: str
+) -> None:
+    def told() -> list[str]:
+        found = preflight(gaudi.seen()).findings
+        return [f"{entry.level} {entry.what}" for entry in found if entry.about.startswith("sys")]
+
+    assert told() == []
+    gaudi.package_manager = manager
+    gaudi.packages = {"habanalabs-thunk": "1.22.1-6", "habanalabs-graph": "1.22.1-6"}
+    assert told() == ["ok habanalabs-graph 1.22.1-6, habanalabs-thunk 1.22.1-6"]
+    # The tools of the firmware may be newer.
+    gaudi.packages["habanalabs-firmware-tools"] = "1.23.0-1"
+    assert told()[0].startswith("ok ")
+    gaudi.packages["habanalabs-graph"] = "1.21.0-555"
+    (warning,) = told()
+    assert warning.startswith("warn packages of 2 releases") and "thunk 1.22.1-6" in warning
+
+
 def test_an_operation_that_fails_names_both_releases(gaudi: GaudiMachine) -> None:
     told = explain("Graph compile failed. 26", gaudi.seen())
     assert told is not None and "driver" not in told
