@@ -159,6 +159,7 @@ def _merge(
         if isinstance(max_num_seqs, int):
             most = (min(max_num_seqs, MAX_LINEAR_BATCH), values["bucketing-strategy"][1])
             values.setdefault("max-prefill-batch", most)
+    notes += _within_step(values)
     contiguous = values.get("contiguous-pa", (None, ""))
     if contiguous[0] is True:
         # vLLM's plug-in does the same.
@@ -267,6 +268,20 @@ def _without_absent_template(values: dict[str, tuple[object, str]]) -> Iterator[
         f"--chat-template {template} is a file of vLLM's image, which is not here: the model's own "
         f"chat template is used{changed}"
     )
+
+
+def _within_step(values: dict[str, tuple[object, str]]) -> Iterator[str]:
+    """Limit the running sequences to the tokens of a step, with a note: each takes at least one.
+    vLLM computes the others in the next step."""
+    budget, source = values.get("max-num-batched-tokens", (None, DEFAULT))
+    count, _ = values.get("max-num-seqs", (SchedulerConfig().max_num_seqs, DEFAULT))
+    if isinstance(budget, int) and isinstance(count, int) and 0 < budget < count:
+        values["max-num-seqs"] = (budget, source)
+        yield (
+            f"--max-num-batched-tokens is {budget}, so that {budget} sequences run at once and "
+            f"others wait, not the {count} of --max-num-seqs: raise --max-num-batched-tokens to "
+            f"{count} to run them all"
+        )
 
 
 def _read_file(path: str, problems: list[str], notes: list[str]) -> list[Given]:

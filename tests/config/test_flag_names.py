@@ -65,10 +65,6 @@ def test_the_finder_finds_bare_names() -> None:
         ("--max-num-seqs=0", "--max-num-seqs is 0, it must be at least 1"),
         ("--max-num-seqs=x", "--max-num-seqs is 'x', it must be a whole number"),
         ("--port=70000", "--port is 70000, it must be between 0 and 65535"),
-        (
-            "--max-num-batched-tokens=3",
-            "--max-num-batched-tokens is 3, it must be at least --max-num-seqs, which is 32",
-        ),
     ],
 )
 def test_a_wrong_value_is_named_by_its_flag(flag: str, message: str) -> None:

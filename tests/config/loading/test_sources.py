@@ -58,6 +58,27 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("words", "asked", "count", "is_lowered"),
+    [
+        (["--max-num-seqs=4096", "--max-num-batched-tokens=2048"], 4096, 2048, True),
+        (["--max-num-batched-tokens=8"], 32, 8, True),
+        (["--max-num-seqs=16", "--max-num-batched-tokens=16"], 16, 16, False),
+        (["--max-num-seqs=4096"], 4096, 4096, False),
+    ],
+)
+def test_no_more_sequences_run_than_a_step_has_tokens(
+    words: list[str], asked: int, count: int, is_lowered: bool
+) -> None:
+    loaded = given(*words)
+
+    assert loaded.engine.scheduler.max_num_seqs == count
+    assert loaded.engine.scheduler.token_budget() >= count
+    notes = [note for note in loaded.notes if "run at once and others wait" in note]
+    assert len(notes) == is_lowered
+    assert not notes or f"not the {asked} of --max-num-seqs" in notes[0]
+
+
+@pytest.mark.parametrize(
     ("word", "value"),
     [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("2M", 2**21), ("4GiB", 2**32)],
 )
@@ -201,10 +222,6 @@ def test_a_bucket_file_asks_for_its_strategy() -> None:
         (
             ["--gpu-memory-utilization", "1.5"],
             "gpu-memory-utilization is 1.5.*at most 1$",
-        ),
-        (
-            ["--max-num-seqs", "4096", "--max-num-batched-tokens", "2048"],
-            "is 2048, it must be at least --max-num-seqs, which is 4096",
         ),
         (
             ["--prompt-bs-bucket-min=4", "--prompt-bs-bucket-max=2"],
