@@ -351,7 +351,10 @@ def _continues(request: Request, tokens: list[int]) -> bool:
     if request.num_tokens + len(tokens) >= request.max_num_tokens:
         return False
     end_ids = request.end_ids
-    return all(token >= 0 and token not in end_ids for token in tokens)
+    may_end = False
+    for token in tokens:  # Faster than all() with a generator.
+        may_end |= token < 0 or token in end_ids
+    return not may_end
 
 
 def _num_accepted(request: Request, tokens: list[int]) -> int:
