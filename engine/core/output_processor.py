@@ -220,6 +220,16 @@ class OutputProcessor:
                 continue
             if has_drafts:
                 request.num_computed_tokens += count - 1
+            if _continues(request, tokens):
+                # Hot path: most requests of a step take all their tokens and continue.
+                num_tokens = request.num_tokens = request.num_tokens + count
+                request.output_token_ids.extend(tokens)
+                if num_tokens > request.next_cache_at:
+                    self._kv.cache_blocks(request, num_tokens - 1)
+                self._add_tokens(request, tokens)
+                if request.sampling.masked:
+                    self._guided.append(request)
+                continue
             accepted = tokens[: _num_accepted(request, tokens)]
             request.output_token_ids.extend(accepted)
             request.num_tokens += len(accepted)
@@ -253,7 +263,8 @@ class OutputProcessor:
     def _add_tokens(self, request: Request, tokens: list[int]) -> None:
         if tokens:
             message = self._message(request.front_end)
-            _pad_counts(message)
+            if len(message.counts) < len(message.keys):
+                _pad_counts(message)
             message.keys.append(request.key)
             message.counts.append(len(tokens))
             message.tokens.extend(tokens)
@@ -333,6 +344,17 @@ class OutputProcessor:
                 _pad_counts(message)
             message.stats = stats
         return list(messages.items())
+
+
+def _continues(request: Request, tokens: list[int]) -> bool:
+    """Whether a request takes all of a step's tokens and none of them may end it."""
+    if request.num_tokens + len(tokens) >= request.max_num_tokens:
+        return False
+    end_ids = request.end_ids
+    may_end = False
+    for token in tokens:  # Faster than all() with a generator.
+        may_end |= token < 0 or token in end_ids
+    return not may_end
 
 
 def _num_accepted(request: Request, tokens: list[int]) -> int:
