@@ -85,6 +85,7 @@ def isolation(limits: compilation.Limits) -> str:
         f"| time without a byte of the body | {DEFAULTS.request_body_timeout_s:g} s, then 408; "
         f"and {http_protocol.MIN_BODY_BYTES_PER_S // KIB} KiB a second",
         f"| the limit of open files, less {open_files.RESERVED}; then 503, with TLS a closed",
+        f"in turns of clients | {http_protocol.MAX_WAITING_BYTES // MIB} MiB, then 503 | |",
         f"| requests waiting on one connection | {http_protocol.MAX_PIPELINED} |",
         f"| body | {DEFAULTS.max_body_bytes // MIB} MiB, then 413",
         f"| bodies that are received at once | {body.MAX_BUFFERED_BODIES} times the largest size "

@@ -17,6 +17,7 @@ from typing import Any, cast
 import httptools
 import uvicorn
 from starlette.types import ASGIApp, Message
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -26,6 +27,7 @@ from uvicorn.server import ServerState
 
 from config.server import ServerConfig
 from server.http.errors import Fault
+from server.http.input_pacing import PIECE_BYTES, InputPacer
 from server.http.tls import Tls
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ a single byte, needs 5."""
 MAX_PIPELINED = 16
 """Maximum requests that wait on a connection for an earlier response. A single read can hold 14,000
 requests."""
+MAX_WAITING_BYTES = 2**29
+"""Maximum input of all connections that waits to be parsed."""
 LINGER_S = 2.0
 """Time for which the rest of a rejected request is read and dropped. A socket that is closed with
 unread data is reset, and the client may lose the response."""
@@ -78,6 +82,7 @@ class HttpConfig(uvicorn.Config):
         self.tls = tls
         self.limits = limits
         self.max_connections = max_connections
+        self.input_pacer = InputPacer()
         self.warned_full_s = -math.inf
         self.logged_rejection_s = -math.inf
         self.num_rejected = 0
@@ -136,6 +141,33 @@ class _PartialStatusLine:
         return self._transport.is_closing()
 
 
+class _Flow(FlowControl):
+    """uvicorn's flow control of a connection, whose input may wait to be parsed: then the
+    connection reads nothing."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._has_waiting_input = False
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._resume()
+
+    def input_waits(self) -> None:
+        """Stop reading until `input_is_parsed`."""
+        self._has_waiting_input = True
+        self._transport.pause_reading()
+
+    def input_is_parsed(self) -> None:
+        self._has_waiting_input = False
+        self._resume()
+
+    def _resume(self) -> None:
+        if not (self.read_paused or self._has_waiting_input or self._transport.is_closing()):
+            self._transport.resume_reading()
+
+
 class HttpProtocol(HttpToolsProtocol):
     """A client connection. The server must call `expire` when the event loop's clock passes
     `deadline_s`."""
@@ -167,6 +199,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._body_started_s = 0.0
         self._body_paid_s = 0.0
         """Time up to which the received bytes of the body satisfy the minimum rate."""
+        self._input = memoryview(b"")
+        """Input that waits for a later iteration of the event loop."""
         self._is_half_closed = False
         self._num_probes = 0
         self.read_deadline_s = math.inf
@@ -178,6 +212,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
+        self.flow = self._input_flow = _Flow(self.transport)
         if len(self.connections) > self._http_config.max_connections:
             self._reject_connection()
             return
@@ -185,6 +220,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._input = memoryview(b"")
         # uvicorn does not stop the idle timer after a reset; the timer would keep the connection's
         # memory.
         self._unset_keepalive_if_required()
@@ -199,7 +235,50 @@ class HttpProtocol(HttpToolsProtocol):
         self.cycle = self._responding = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        if self._read_state is _ReadState.DROPPED:
+        pacer = self._http_config.input_pacer
+        if self._input:
+            # TLS: the decrypted rest of what was read before reading stopped.
+            self._input = memoryview(bytes(self._input) + data)
+            return
+        if len(data) <= PIECE_BYTES and pacer.has_time():
+            self._parse(data)
+            return
+        self._input = memoryview(data)
+        while self._input and pacer.has_time():
+            self._parse_piece()
+        if self._input:
+            self._wait_for_time(pacer, len(data))
+
+    def parse_next(self) -> bool:
+        """Parse the next piece of the input; returns whether more input waits."""
+        self._parse_piece()
+        if self._input:
+            return True
+        self._input_flow.input_is_parsed()
+        return False
+
+    def _wait_for_time(self, pacer: InputPacer, num_bytes: int) -> None:
+        if pacer.num_bytes + num_bytes > MAX_WAITING_BYTES:
+            self._input = memoryview(b"")
+            message = (
+                f"{pacer.num_bytes + num_bytes} bytes of requests wait to be parsed, at most "
+                f"{MAX_WAITING_BYTES} may."
+            )
+            self._reject(Fault(503, message, "server_overloaded", headers={"Retry-After": "1"}))
+            return
+        # A connection with input is not idle.
+        self._unset_keepalive_if_required()
+        self._input_flow.input_waits()
+        pacer.wait(self._peer(), self, num_bytes)
+
+    def _parse_piece(self) -> None:
+        piece, self._input = self._input[:PIECE_BYTES], self._input[PIECE_BYTES:]
+        self._parse(piece)
+        if self._read_state is _ReadState.DROPPED or self.transport.is_closing():
+            self._input = memoryview(b"")
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        if self._read_state is _ReadState.DROPPED or not data:
             return
         self._unset_keepalive_if_required()
         state_before, num_started_before = self._read_state, self._num_started
@@ -362,6 +441,9 @@ class HttpProtocol(HttpToolsProtocol):
         new deadline."""
         if self._is_half_closed:
             self._probe()
+        elif self._input:
+            # The server itself delays the request.
+            self.deadline_s = self.loop.time() + self._limits.request_header_timeout_s
         elif self._is_over() and self._has_unsent():
             self.deadline_s = self.loop.time() + LINGER_S
         elif self.transport.is_closing() or self._read_state is _ReadState.DROPPED:

@@ -1,0 +1,67 @@
+"""InputPacer: limits the time in which input is parsed in an iteration of the event loop."""
+
+import asyncio
+import time
+from collections import deque
+from typing import Protocol
+
+BUDGET_S = 0.004
+"""CPU time of parsing in an iteration. uvloop reads all ready sockets in one iteration, up to
+256 KiB of each: with chunks of one byte, 60 ms of parsing."""
+PIECE_BYTES = 8_192
+"""Maximum input that is parsed without a look at the clock: 2 ms with chunks of one byte."""
+
+
+class Connection(Protocol):
+    """A connection with input that waits to be parsed."""
+
+    def parse_next(self) -> bool:
+        """Parse the next piece of the input; returns whether more input waits."""
+        ...
+
+
+class InputPacer:
+    """Lets connections parse input for BUDGET_S in each iteration of the event loop. Connections
+    without time wait, one piece in each turn; clients take turns, and so do the connections of a
+    client. A waiting connection does not read, so it waits only once."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """Memory of the input that waits."""
+        self._waiting: dict[str, deque[tuple[Connection, int]]] = {}
+        """Connections with the size of their input by client, in the order of the clients' turns.
+        The memory of an input is free once all of it is parsed."""
+        self._end_s = 0.0
+        """End of the budget of this iteration, in time.thread_time() seconds."""
+        self._is_scheduled = False
+
+    def has_time(self) -> bool:
+        """Whether input may be parsed now."""
+        now_s = time.thread_time()
+        if not self._is_scheduled:
+            self._start_iteration(now_s)
+        return now_s < self._end_s
+
+    def wait(self, client: str, connection: Connection, num_bytes: int) -> None:
+        """Call `connection.parse_next` in later iterations, until no more of its `num_bytes` of
+        input wait."""
+        self.num_bytes += num_bytes
+        self._waiting.setdefault(client, deque()).append((connection, num_bytes))
+
+    def _start_iteration(self, now_s: float) -> None:
+        self._is_scheduled = True
+        self._end_s = now_s + BUDGET_S
+        asyncio.get_running_loop().call_soon(self._next_iteration)
+
+    def _next_iteration(self) -> None:
+        self._is_scheduled = False
+        while self._waiting and self.has_time():
+            client = next(iter(self._waiting))
+            connections = self._waiting.pop(client)
+            connection, num_bytes = connections.popleft()
+            if connection.parse_next():
+                connections.append((connection, num_bytes))
+            else:
+                self.num_bytes -= num_bytes
+            if connections:
+                self._waiting[client] = connections
