@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +18,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from config.server import ServerConfig
+from server.http.pacing import MAX_PER_ITERATION
+from server.http.protocol import HttpConfig
 from server.http.tls import Tls
 from server.http.tls_listener import TlsListener
 from server.process.api_server import UvicornServer, uvicorn_config
@@ -213,3 +217,52 @@ def test_a_server_that_stops_ends_handshakes(tmp_path: Path, run: Run) -> None:
             writer.close()
 
     run(asyncio.wait_for(check(), TIMEOUT_S))
+
+
+def hello() -> bytes:
+    """A client's hello."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1").do_handshake()
+    return outgoing.read()
+
+
+@pytest.mark.parametrize("num_early_bytes", [0, 1, 100])
+def test_a_few_handshakes_start_in_an_iteration_of_the_event_loop(
+    tmp_path: Path, num_early_bytes: int
+) -> None:
+    iteration = 0
+    handshakes: Counter[int] = Counter()
+
+    class CountedHandshakes(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            handshakes[iteration] += 1
+            super().do_handshake()
+
+    async def start_all() -> None:
+        nonlocal iteration
+        async with served(tmp_path) as (server, port):
+            settings = cast(HttpConfig, server.config)
+            settings.max_connections = 100
+            assert settings.tls is not None
+            settings.tls.context.sslobject_class = CountedHandshakes
+            socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
+            data = hello()
+            for sock in socks:
+                sock.sendall(data[:num_early_bytes])
+            await asyncio.sleep(0.2)
+            for sock in socks:
+                sock.sendall(data[num_early_bytes:])
+            end_s = time.monotonic() + 20
+            # Each connection tries once before and once after it has read the hello.
+            while sum(handshakes.values()) < 2 * len(socks) and time.monotonic() < end_s:
+                await asyncio.sleep(0)
+                iteration += 1
+            for sock in socks:
+                sock.close()
+
+    uvloop.run(start_all())
+
+    assert sum(handshakes.values()) >= 120
+    assert max(handshakes.values()) <= 4 * MAX_PER_ITERATION
