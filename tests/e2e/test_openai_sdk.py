@@ -137,7 +137,11 @@ def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
             openai.BadRequestError,
             "tools",
         ),
-        ({"response_format": {"type": "json_schema"}}, openai.BadRequestError, "response_format"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            openai.BadRequestError,
+            "response_format.json_schema",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -58,8 +58,12 @@ def test_the_largest_launch_is_measured_and_what_it_needs_stays_free(
     card = torch.hpu.emulated  # type: ignore[attr-defined]  # the emulator's
     free = card.memory.limit - card.memory.in_use
     worker.close()
-    (memory,) = [text for text in caplog.messages if text.startswith("Memory: ")]
-    assert "for the largest launch (measured)" in memory and "gpu-memory-utilization 0.9" in memory
+    (memory,) = [
+        record for record in caplog.records if record.getMessage().startswith("Free device memory")
+    ]
+    assert "(gpu_memory_utilization=0.9)" in memory.getMessage()
+    fields = memory.fields  # type: ignore[attr-defined]  # of the JSON log
+    assert fields["is_measured"] and fields["largest_launch_bytes"] > 0
     # A block: keys and values of two layers, two heads of 16 in float32, 16 tokens.
     # A flag in float32 for each slot beside them (hpu/layers/non_finite.py).
     assert ready.kv_bytes == (ready.num_blocks + 1) * 16 * 4 * (2 * 2 * 2 * 16 + 1)

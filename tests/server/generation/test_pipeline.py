@@ -280,11 +280,16 @@ async def test_max_tokens_left_open_takes_the_rest_of_the_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "max_tokens", "numbers"),
-    [(15, 6, "20 tokens.*21 tokens"), (20, None, "20 tokens.*20 tokens"), (21, 0, "20.*21")],
+    ("length", "max_tokens", "numbers", "param"),
+    [
+        # The prompt alone would fit.
+        (15, 6, "20 tokens.*21 tokens", "max_tokens"),
+        (20, None, "20 tokens.*20 tokens", "prompt"),
+        (21, 0, "20.*21", "prompt"),
+    ],
 )
 async def test_what_does_not_fit_is_refused_with_both_numbers(
-    length: int, max_tokens: int | None, numbers: str
+    length: int, max_tokens: int | None, numbers: str, param: str
 ) -> None:
     client = ScriptedClient(ready(max_model_len=20))
 
@@ -293,7 +298,7 @@ async def test_what_does_not_fit_is_refused_with_both_numbers(
             [HI, Prompt([1] * length)], SamplingParams(max_tokens=max_tokens), param="prompt"
         )
 
-    assert caught.value.param == "prompt"
+    assert caught.value.param == param
     assert client.queues == []
 
 
