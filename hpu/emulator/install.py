@@ -96,6 +96,8 @@ class Emulator:
         self._patch(torch.Tensor, "to", _indexed(torch.Tensor.to))
         self._patch(torch.Tensor, "pin_memory", self._pinned)
         self._patch(torch.Tensor, "is_pinned", self._is_pinned)
+        self._patch(torch, "manual_seed", self._seeding(torch.manual_seed))
+        self._patch(torch, "seed", self._seeding(torch.seed))
         self._patch(torch, "tensor", _through_host(torch.tensor))
         self._patch(torch, "as_tensor", _through_host(torch.as_tensor))
         set_guard(True)
@@ -201,6 +203,17 @@ class Emulator:
             return tensor.data_ptr() in self.device.pinned
 
         return is_pinned
+
+    def _seeding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that seeds the host, and afterwards the card with the same seed (the bridge's
+        torch_overwrites.py)."""
+
+        def seed(*args: Any) -> Any:
+            found = original(*args)
+            self.device.generator.manual_seed(torch.initial_seed())
+            return found
+
+        return seed
 
     def _patch(self, owner: Any, name: str, replacement: Any) -> None:
         original = vars(owner).get(name)

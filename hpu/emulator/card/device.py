@@ -78,6 +78,7 @@ class OpFacts:
     may_wait: bool
     """Whether `rules.waits_for_data` depends on the arguments."""
     is_collective: bool
+    is_random: bool
     may_mix_devices: bool
 
 
@@ -98,6 +99,7 @@ def op_facts(func: Any) -> OpFacts:
         is_host_read=name in rules.HOST_READS,
         may_wait=rules.may_wait_for_data(name),
         is_collective=name.startswith("c10d::"),
+        is_random=name in rules.RANDOM,
         may_mix_devices=name == "aten::copy_" or name.startswith(("c10d", "_c10d")),
     )
 
@@ -106,6 +108,17 @@ def op_facts(func: Any) -> OpFacts:
 def _name_of(value: object) -> str:
     """Cached str() of a dtype, a device, a layout or a memory format."""
     return str(value)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch's generator of the host inside the block, and restore its state."""
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
 
 
 SUMS = ("c10d::allreduce_", "c10d::reduce_")
@@ -164,6 +177,10 @@ class Device:
         self._base_versions: list[Allocation] = []
         """Base versions of the current segment."""
         self.uids = count()
+        self.generator = torch.Generator()
+        """Seeds the random operators. Apart from torch's own on the host, whose seed it starts with
+        (createHPUGenerator in the bridge's backend/random.cpp)."""
+        self.generator.manual_seed(torch.initial_seed())
         self.graphs: weakref.WeakSet[Recording] = weakref.WeakSet()
         """All graphs that exist."""
 
@@ -215,6 +232,8 @@ class Device:
         name = op.name
         on_device = [tensor for tensor in given if isinstance(tensor, HpuTensor)]
         self.acquisition.touch()
+        if name in rules.MAX_INDEX_DIMS and not self.in_region:
+            rules.check_index(name, args)
         self._check_lifetimes(op, args, on_device)
         if op.writes:
             self._check_view_write(name, args, kwargs)
@@ -233,9 +252,11 @@ class Device:
         if op.may_wait and rules.waits_for_data(name, args, kwargs):
             self.host_sync(name)
         lazy = self.is_lazy()
-        if not self._is_supported(func, name, args, kwargs):
+        is_on_host = not self._is_supported(func, name, args, kwargs)
+        if is_on_host:
             self._fall_back(name)
-        if len(on_device) < len(given) and not op.may_mix_devices:
+        mixes = op.may_mix_devices or (is_on_host and name == "aten::index")
+        if len(on_device) < len(given) and not mixes:
             _check_devices(name, given)
         return self._launch(func, op, args, kwargs, on_device, lazy)
 
@@ -302,10 +323,15 @@ class Device:
         op = op_facts(func)
         if op.is_collective:
             return self._collective(func, args, kwargs)
-        if self.config.faults:
-            result = self._run_faulty(op.name, func, args, kwargs)
+        if op.is_random:
+            kwargs, seed = self._take_seed(kwargs)
         else:
-            result = rules.run(func, args, kwargs, self._report_misuse)
+            seed = None
+        with nullcontext() if seed is None else _seeded(seed):
+            if self.config.faults:
+                result = self._run_faulty(op.name, func, args, kwargs)
+            else:
+                result = rules.run(func, args, kwargs, self._report_misuse)
         if op.is_empty:
             for out in tensors_in(result):
                 fill_with_garbage(out)
@@ -316,6 +342,14 @@ class Device:
             if out.dtype == torch.int64 and out.numel():
                 rules.wrap_to_int32(out, op.name, self._report_misuse)
         return result
+
+    def _take_seed(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """The arguments of a random op without its generator, and a seed from that generator, else
+        from the card's. A kernel of the card makes the numbers of the seed, so that the host's
+        generator goes on where it was (get_seed_hpu in the bridge's backend/random.cpp)."""
+        given = kwargs.get("generator") or self.generator
+        seed = int(torch.randint(1 << 32, (), generator=given))
+        return {**kwargs, "generator": None} if "generator" in kwargs else kwargs, seed
 
     def _run_faulty(
         self,
@@ -505,7 +539,7 @@ class Device:
             return False
         if name in config.unsupported or name in config.extra_supported:
             return name in config.extra_supported
-        mode = registry.Mode(is_lazy=self.is_lazy(), has_int64=self.variables.int64())
+        mode = registry.Mode(self.is_lazy(), self.variables.int64(), is_compiled=self.in_region)
         return registry.is_supported(func, args, kwargs, config.generation, mode)
 
     def _fall_back(self, name: str) -> None:
