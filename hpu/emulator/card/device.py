@@ -346,9 +346,10 @@ class Device:
     def _take_seed(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """The arguments of a random op without its generator, and a seed from that generator, else
         from the card's. A kernel of the card makes the numbers of the seed, so that the host's
-        generator goes on where it was (get_seed_hpu in the bridge's backend/random.cpp)."""
+        generator goes on where it was. A dry run draws no seed (get_seed_hpu in the bridge's
+        backend/random.cpp)."""
         given = kwargs.get("generator") or self.generator
-        seed = int(torch.randint(1 << 32, (), generator=given))
+        seed = 0 if self.is_dry_run else int(torch.randint(1 << 32, (), generator=given))
         return {**kwargs, "generator": None} if "generator" in kwargs else kwargs, seed
 
     def _run_faulty(

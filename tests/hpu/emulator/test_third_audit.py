@@ -1,7 +1,10 @@
 """Small programs that a card refuses, or runs otherwise, and that the emulator once let pass."""
 
+import importlib
 from collections import UserDict
 from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from emulated import emulated
 from torch import Tensor, nn
+from torch import distributed as dist
 
 
 def _hpu() -> Any:
@@ -75,6 +79,7 @@ def test_captures_by_context_share_a_stream() -> None:
 
 
 def test_the_card_has_a_generator_of_its_own() -> None:
+    torch.manual_seed(4)
     with emulated():
         hpu = _hpu()
         assert torch.equal(torch.get_rng_state(), hpu.get_rng_state())
@@ -186,6 +191,73 @@ def test_a_rotation_by_a_cache_leaves_the_rest_and_the_dtype() -> None:
         expected = torch.view_as_real(turned).flatten(-2)
         assert torch.allclose(out.cpu()[..., :4].float(), expected, atol=0.05)
         assert torch.equal(out.cpu()[..., 4:], p[..., 4:])
+
+
+def test_a_dry_run_draws_no_seed() -> None:
+    with emulated():
+        before = _hpu().get_rng_state()
+
+        _hpu().wrap_in_hpu_graph_func(torch.rand_like, disable_tensor_cache=True)(_ones())
+
+        assert torch.equal(before, _hpu().get_rng_state())
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_saved_tensor_is_loaded_to_the_host_in_lazy_mode(lazy: bool) -> None:
+    with emulated(lazy=lazy):
+        file = BytesIO()
+        torch.save({"x": [_ones()]}, file)
+        file.seek(0)
+
+        loaded = torch.load(file, weights_only=False)["x"][0]
+
+        assert (loaded.device.type, loaded.tolist()) == ("cpu" if lazy else "hpu", [1.0] * 4)
+
+
+@pytest.mark.parametrize("name", ["mul", "full"])
+def test_a_bool_as_a_number_leaves_a_compiled_graph(name: str) -> None:
+    programs: dict[str, Callable[[Tensor], Tensor]] = {
+        "mul": lambda x: x * True,
+        "full": lambda x: torch.full((4,), True, device="hpu") * x,
+    }
+    with emulated(lazy=False) as card, torch.inference_mode():
+        torch.compile(programs[name], backend="hpu_backend", dynamic=False)(_ones())
+
+        found = [
+            misuse.op for misuse in card.counters.misuses if misuse.kind == "left_out_of_graph"
+        ]
+        assert found == [name]
+
+
+REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
+    "scatter": ("lazy", lambda: dist.scatter(_ones(2), [_ones(2)], 0)),
+    "allgather_coalesced": (
+        "eager",
+        lambda: dist.all_gather_coalesced([[_ones(2)]], [_ones(2)]),
+    ),
+    "recv": ("both", lambda: dist.recv(_ones(2))),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("collectives", ["lazy", "eager"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_collectives_that_the_bridge_lacks_are_refused(
+    name: str, collectives: str, tmp_path: Path
+) -> None:
+    refused_with, run = REFUSED[name]
+    flag = {"PT_HPU_ENABLE_LAZY_COLLECTIVES": "1" if collectives == "lazy" else "0"}
+    with emulated(variables=flag):
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+        dist.init_process_group("hccl", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+        try:
+            if refused_with in (collectives, "both"):
+                with pytest.raises(RuntimeError, match=name):
+                    run()
+            else:
+                run()
+        finally:
+            dist.destroy_process_group()
 
 
 def _row() -> Tensor:
