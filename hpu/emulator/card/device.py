@@ -237,7 +237,7 @@ class Device:
         self._check_lifetimes(op, args, on_device)
         if op.writes:
             self._check_view_write(name, args, kwargs)
-        if not (op.is_view or op.is_empty or (op.is_copy and _is_upload(args))):
+        if not (op.is_view or op.is_empty or (op.is_copy and self._is_upload(args))):
             used = {tensor.allocation for tensor in on_device}
             targets = _targets(func, args, kwargs) if op.writes else []
             writes = {target.allocation for target in targets}
@@ -418,7 +418,7 @@ class Device:
         # A recorded copy from the host keeps its current value: it is baked into the graph.
         clones_host = recording is not None
         inner_args, inner_kwargs = _unwrap(args, clones_host), _unwrap(kwargs, clones_host)
-        is_upload = op.is_copy and _is_upload(args)
+        is_upload = op.is_copy and self._is_upload(args)
         if self.only_compiled.is_on and op.writes and not is_upload:
             self.only_compiled.before_write(_targets(func, args, kwargs))
         runs = not (is_upload or op.is_view or op.is_empty)
@@ -443,11 +443,10 @@ class Device:
         if recording is not None:
             used = [tensor.allocation for tensor in given]
             recording.add(func, inner_args, inner_kwargs, wrapped, used)
-        if is_upload:
-            if self.launches.is_in_use(args[0].allocation):
-                self.counters.counts["upload_waits"] += 1
-            if _non_blocking(args, kwargs, 2):
-                self.queue.upload(args[0].host, args[1])
+        if is_upload and self.launches.is_in_use(args[0].allocation):
+            self.counters.counts["upload_waits"] += 1
+        if op.is_copy and _comes_from_host(args) and _non_blocking(args, kwargs, 2):
+            self.queue.upload(args[0].host, args[1])
         needs_recipe = not op.is_empty and not is_upload
         if needs_recipe and (lazy or self.in_region or not op.is_view):
             self._add_to_segment(name, args, kwargs, given, outs)
@@ -650,6 +649,13 @@ class Device:
             text = f"a write to a view of shape {shape} copies its whole base of {size} bytes"
             self.counters.misuse("view_write", text, name)
 
+    def _is_upload(self, args: tuple[Any, ...]) -> bool:
+        """Whether a copy comes from the host as it is: moved by DMA, not by a recipe. In lazy mode
+        a recipe inserts an upload into a view (copy_hpu_lazy_ in the bridge's lazy_kernels.cpp)."""
+        target = args[0]
+        is_inserted = isinstance(target, HpuTensor) and target.is_view and self.is_lazy()
+        return _comes_from_host(args) and not is_inserted
+
     def _report_misuse(self, kind: str, text: str, op: str) -> None:
         self.counters.misuse(kind, text, op)
         if kind == "index_out_of_range":
@@ -688,8 +694,8 @@ def _is_composite(func: Any, name: str) -> bool:
     return bool(has(func.name(), "CompositeImplicitAutograd"))
 
 
-def _is_upload(args: tuple[Any, ...]) -> bool:
-    """Whether a copy comes from the host as it is: moved by DMA, not by a recipe."""
+def _comes_from_host(args: tuple[Any, ...]) -> bool:
+    """Whether a copy moves the bytes of a host tensor as they are."""
     return not isinstance(args[1], HpuTensor) and bool(args[0].dtype == args[1].dtype)
 
 

@@ -260,6 +260,35 @@ def test_collectives_that_the_bridge_lacks_are_refused(
             dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_closure_is_called_after_the_next_mark_of_lazy_mode(lazy: bool) -> None:
+    with emulated(lazy=lazy):
+        core: Any = importlib.import_module("habana_frameworks.torch.core")
+        called: list[int] = []
+        core.add_step_closure(called.append, (1,))
+        assert called == []
+
+        core.mark_step()
+        core.mark_step()
+
+        assert called == ([1] if lazy else [])
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_an_upload_into_a_view_needs_a_recipe_in_lazy_mode(lazy: bool) -> None:
+    with emulated(lazy=lazy) as card:
+        x = torch.zeros(4, 4).to("hpu")
+        row = x[1]
+        torch.hpu.synchronize()  # type: ignore[attr-defined]  # the emulator's
+        before = card.counters.counts["launches"]
+
+        row.copy_(torch.ones(4))
+        torch.hpu.synchronize()  # type: ignore[attr-defined]  # the emulator's
+
+        assert card.counters.counts["launches"] - before == lazy
+        assert x.tolist()[:2] == [[0.0] * 4, [1.0] * 4]
+
+
 def _row() -> Tensor:
     return torch.zeros(1, dtype=torch.int64, device="hpu")
 
