@@ -216,11 +216,11 @@ class Emulator:
 
         return is_pinned
 
-    def _saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _saving(self, original: Callable[..., None]) -> Callable[..., None]:
         """torch.save, which in lazy mode saves tensors of the host: they are not on the card when
         they are loaded (the bridge's torch_overwrites.py)."""
 
-        def save(obj: Any, *args: Any, **kwargs: Any) -> None:
+        def save(obj: object, *args: object, **kwargs: object) -> None:
             variables = self.device.variables
             if variables.mode_is_read() and variables.lazy():
                 obj = map_leaves(_on_host, obj)
@@ -228,11 +228,11 @@ class Emulator:
 
         return save
 
-    def _seeding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _seeding(self, original: Callable[..., object]) -> Callable[..., object]:
         """A function that seeds the host, and afterwards the card with the same seed (the bridge's
         torch_overwrites.py)."""
 
-        def seed(*args: Any) -> Any:
+        def seed(*args: object) -> object:
             found = original(*args)
             self.device.generator.manual_seed(torch.initial_seed())
             return found
@@ -255,7 +255,7 @@ def _indexed(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(value: object) -> object:
     return value.detach().cpu() if isinstance(value, HpuTensor) else value
 
 

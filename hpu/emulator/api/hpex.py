@@ -104,15 +104,16 @@ def _grouped(
     kv_heads = k.shape[1]
     if q.dim() != 4 or kv_heads in (1, q.shape[1]):
         return q, k, v, mask
-    if mask is not None and mask.dim() != 4:
-        raise ValueError(
-            f"FusedSDPA with {q.shape[1]} heads and {kv_heads} key heads: the mask has "
-            f"{mask.dim()} dimensions, 4 are needed"
-        )
-    if mask is not None and mask.shape[1] == q.shape[1]:
-        mask = mask.reshape(mask.shape[0], kv_heads, -1, *mask.shape[2:])
-    elif mask is not None:
-        mask = mask.unsqueeze(1)
+    if mask is not None:
+        if mask.dim() != 4:
+            raise ValueError(
+                f"FusedSDPA with {q.shape[1]} heads and {kv_heads} key heads: the mask has "
+                f"{mask.dim()} dimensions, 4 are needed"
+            )
+        if mask.shape[1] == q.shape[1]:
+            mask = mask.reshape(mask.shape[0], kv_heads, -1, *mask.shape[2:])
+        else:
+            mask = mask.unsqueeze(1)
     q = q.reshape(q.shape[0], kv_heads, -1, *q.shape[2:])
     return q, k.unsqueeze(2), v.unsqueeze(2), mask
 

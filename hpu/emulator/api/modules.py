@@ -83,7 +83,7 @@ def make_modules(device: Device) -> dict[str, ModuleType]:
 
 
 def _core(device: Device) -> ModuleType:
-    closures: list[Callable[[], Any]] = []
+    closures: list[Callable[[], object]] = []
 
     def mark_step(device_str: str = "", sync: bool = False) -> None:
         """Close the lazy segment; without effect in eager and compile mode."""

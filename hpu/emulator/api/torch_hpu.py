@@ -44,16 +44,16 @@ class Api:
     def device_count(self) -> int:
         return self._device.config.num_devices
 
-    def get_device_name(self, device: Any = None) -> str:
+    def get_device_name(self, device: object = None) -> str:
         self._check_index(device)
         self._device.acquisition.touch()
         return self._device.generation.name
 
-    def get_device_capability(self, device: Any = None) -> str:
+    def get_device_capability(self, device: object = None) -> str:
         self._check_index(device)
         return self._device.config.release
 
-    def get_device_properties(self, device: Any = None) -> str:
+    def get_device_properties(self, device: object = None) -> str:
         """A text, like in the bridge's device.cpp, which has further fields."""
         self._check_index(device)
         return f"(dramSize={self._device.memory.limit}, device_id={self._device.acquisition.index})"
@@ -88,7 +88,7 @@ class Api:
             acquisition.index = index
             environment.setdefault("HLS_MODULE_ID", str(modules[index]))
 
-    def _check_index(self, device: Any) -> None:
+    def _check_index(self, device: object) -> None:
         """AssertionError for an index beyond the machine's devices, as in the bridge's
         torch/hpu/memory.py."""
         if not 0 <= _index_of(device) < self.device_count():
@@ -100,14 +100,14 @@ class Api:
     def is_bf16_supported(self) -> bool:
         return True
 
-    def memory_usage(self, device: Any = None) -> int:
+    def memory_usage(self, device: object = None) -> int:
         """Bytes in use, not a percentage (the bridge's torch/hpu/__init__.py)."""
         return self.memory_allocated(device)
 
     def utilization(self, device: Any = None) -> int:
         return 0
 
-    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
         """(free, limit) bytes."""
         self._check_index(device)
         self._device.acquisition.touch()
@@ -119,11 +119,11 @@ class Api:
             free += sum(graph.held_bytes for graph in self._device.graphs)
         return free, memory.limit
 
-    def memory_allocated(self, device: Any = None) -> int:
+    def memory_allocated(self, device: object = None) -> int:
         self._check_index(device)
         return self._device.memory.in_use
 
-    def max_memory_allocated(self, device: Any = None) -> int:
+    def max_memory_allocated(self, device: object = None) -> int:
         self._check_index(device)
         return self._device.memory.peak
 
@@ -133,7 +133,7 @@ class Api:
     def max_memory_reserved(self, device: Any = None) -> int:
         return self._device.memory.limit
 
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
+    def memory_stats(self, device: object = None) -> dict[str, int]:
         self._check_index(device)
         return self._device.memory.stats()
 
@@ -177,12 +177,12 @@ class Api:
     def initial_seed(self) -> int:
         return self._device.generator.initial_seed()
 
-    def get_rng_state(self, device: Any = "hpu") -> Tensor:
+    def get_rng_state(self, device: object = "hpu") -> Tensor:
         if _index_of(device) != 0:
             raise RuntimeError("hpu get_rng_state supports only device 0")
         return self._device.generator.get_state()
 
-    def set_rng_state(self, state: Tensor, device: Any = "hpu") -> None:
+    def set_rng_state(self, state: Tensor, device: object = "hpu") -> None:
         if _index_of(device) != 0:
             raise RuntimeError("hpu set_rng_state supports only device 0")
         self._device.generator.set_state(state)
@@ -198,7 +198,7 @@ class Api:
     ) -> graphs.GraphContext:
         """Capture on the stream that is given, else on a stream that all such captures share, which
         is not the default stream (the bridge's torch/hpu/graphs.py)."""
-        if stream is None:
+        if not stream:
             self._capture_stream = stream = self._capture_stream or self.Stream()
         return graphs.GraphContext(hpu_graph, self._device, self._current.use(stream), dry_run)
 
@@ -263,11 +263,12 @@ class Api:
         )
 
 
-def _index_of(device: Any) -> int:
+def _index_of(device: object) -> int:
     """The index that a device, its name or its number has; 0 without one."""
-    if device is None or isinstance(device, int):
-        return device or 0
-    return torch.device(device).index or 0
+    if isinstance(device, str):
+        device = torch.device(device)
+    index = device.index if isinstance(device, torch.device) else device
+    return index if isinstance(index, int) else 0
 
 
 NO_OPS = (

@@ -2,8 +2,8 @@
 the choice between capture and replay."""
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -225,7 +225,7 @@ def make_graphed(
         return replay
     training = function.training
 
-    def choose(*args: Tensor) -> Any:
+    def choose(*args: Tensor) -> object:
         return (replay if function.training == training else forward)(*args)
 
     function.forward = choose
@@ -247,12 +247,12 @@ def graph_key(value: Any, autocast: bool) -> object:
     return hash(value), autocast
 
 
-def _parts(value: Any) -> object:
+def _parts(value: object) -> object:
     """Part of a key: an item of a UserDict, which the vendor iterates. The rows of a tensor are new
     objects at each call, so that the key never matches. TypeError for a value without items."""
     if isinstance(value, Tensor) and value.dim():
         return object()
-    found = tuple(value)
+    found = tuple(cast(Iterable[object], value))
     hash(found)
     return found
 
@@ -284,7 +284,7 @@ def visible_tensors(value: Any) -> Iterator[Tensor]:
             yield from visible_tensors(item)
 
 
-def result_tensors(value: Any) -> Iterator[Tensor]:
+def result_tensors(value: object) -> Iterator[Tensor]:
     """The tensors of a result, which a graph without tensor cache keeps: unlike for inputs, the
     attributes of other objects count too (extract_tensors in the vendor's graphs.py)."""
     if isinstance(value, Tensor):

@@ -323,11 +323,10 @@ class Device:
         op = op_facts(func)
         if op.is_collective:
             return self._collective(func, args, kwargs)
+        drawing: AbstractContextManager[None] = nullcontext()
         if op.is_random:
-            kwargs, seed = self._take_seed(kwargs)
-        else:
-            seed = None
-        with nullcontext() if seed is None else _seeded(seed):
+            kwargs, drawing = self._draw(kwargs)
+        with drawing:
             if self.config.faults:
                 result = self._run_faulty(op.name, func, args, kwargs)
             else:
@@ -343,14 +342,18 @@ class Device:
                 rules.wrap_to_int32(out, op.name, self._report_misuse)
         return result
 
-    def _take_seed(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """The arguments of a random op without its generator, and a seed from that generator, else
-        from the card's. A kernel of the card makes the numbers of the seed, so that the host's
-        generator goes on where it was. A dry run draws no seed (get_seed_hpu in the bridge's
-        backend/random.cpp)."""
-        given = kwargs.get("generator") or self.generator
-        seed = 0 if self.is_dry_run else int(torch.randint(1 << 32, (), generator=given))
-        return {**kwargs, "generator": None} if "generator" in kwargs else kwargs, seed
+    def _draw(
+        self, kwargs: dict[str, object]
+    ) -> tuple[dict[str, object], AbstractContextManager[None]]:
+        """The arguments of a random op without its generator, and a context in which the op draws
+        by a seed from that generator, else from the card's. A kernel of the card makes the numbers
+        of the seed, so that the host's generator goes on where it was. A dry run draws no seed
+        (get_seed_hpu in the bridge's backend/random.cpp)."""
+        given = kwargs.get("generator")
+        generator = given if isinstance(given, torch.Generator) else self.generator
+        seed = 0 if self.is_dry_run else int(torch.randint(1 << 32, (), generator=generator))
+        without = {**kwargs, "generator": None} if given else kwargs
+        return without, _seeded(seed)
 
     def _run_faulty(
         self,
@@ -649,7 +652,7 @@ class Device:
             text = f"a write to a view of shape {shape} copies its whole base of {size} bytes"
             self.counters.misuse("view_write", text, name)
 
-    def _is_upload(self, args: tuple[Any, ...]) -> bool:
+    def _is_upload(self, args: tuple[Tensor, ...]) -> bool:
         """Whether a copy comes from the host as it is: moved by DMA, not by a recipe. In lazy mode
         a recipe inserts an upload into a view (copy_hpu_lazy_ in the bridge's lazy_kernels.cpp)."""
         target = args[0]
@@ -694,7 +697,7 @@ def _is_composite(func: Any, name: str) -> bool:
     return bool(has(func.name(), "CompositeImplicitAutograd"))
 
 
-def _comes_from_host(args: tuple[Any, ...]) -> bool:
+def _comes_from_host(args: tuple[Tensor, ...]) -> bool:
     """Whether a copy moves the bytes of a host tensor as they are."""
     return not isinstance(args[1], HpuTensor) and bool(args[0].dtype == args[1].dtype)
 

@@ -92,7 +92,7 @@ def _divide(given: Arguments, mode: Mode) -> bool:
 def _index(given: Arguments, mode: Mode) -> bool:
     """In eager mode, an index on the host brings the operator there (the bridge's
     hpu_ops/eager/index_gen.cpp)."""
-    found = (index for index in given["indices"] if index is not None)
+    found = (index for index in given["indices"] if isinstance(index, Tensor))
     return mode.is_compiled or mode.is_lazy or all(index.device.type == "hpu" for index in found)
 
 

@@ -118,7 +118,7 @@ MAX_INDEX_DIMS = {"aten::index": 5, **dict.fromkeys(PUTS, 8)}
 indexing_ops_helper.h and lazy_kernels.cpp)."""
 
 
-def check_index(name: str, args: tuple[Any, ...]) -> None:
+def check_index(name: str, args: tuple[Tensor, ...]) -> None:
     """RuntimeError for an index into a tensor of too many dimensions."""
     most, dims = MAX_INDEX_DIMS[name], args[0].dim()
     if dims > most:

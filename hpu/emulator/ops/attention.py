@@ -50,8 +50,8 @@ def sdpa(
 
 def scale_of(scale: float | None, q: Tensor) -> float:
     """The scale of scores: 0.0 is a scale, only None means the default (FusedSDPA.py)."""
-    found: float = q.shape[-1] ** -0.5 if scale is None else scale
-    return found
+    default: float = q.shape[-1] ** -0.5
+    return scale if isinstance(scale, (int, float)) else default
 
 
 def sdpa_scores(
