@@ -23,7 +23,14 @@ from hpu.emulator.card.device import Device
 from hpu.emulator.card.device_guard import set_guard
 from hpu.emulator.card.memory import Memory
 from hpu.emulator.card.rules import UNDECOMPOSED
-from hpu.emulator.card.tensor import DEVICE, is_hpu, tensors_in, with_index
+from hpu.emulator.card.tensor import (
+    DEVICE,
+    HpuTensor,
+    is_hpu,
+    map_leaves,
+    tensors_in,
+    with_index,
+)
 from hpu.emulator.ops.fakes import register_fakes
 from hpu.emulator.ops.kernels import define_ops
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
@@ -88,6 +95,10 @@ class Emulator:
         for name in collectives.REDUCTIONS:
             reduce = collectives.with_known_kinds(getattr(dist.ProcessGroup, name))
             self._patch(dist.ProcessGroup, name, reduce)
+        for name in collectives.REFUSED:
+            own = getattr(dist.ProcessGroup, name)
+            lazy_collectives = self.device.variables.lazy_collectives
+            self._patch(dist.ProcessGroup, name, collectives.refused(name, own, lazy_collectives))
         # Without it, Module.to would put a device tensor's insides into a CPU parameter.
         self._overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
@@ -96,6 +107,9 @@ class Emulator:
         self._patch(torch.Tensor, "to", _indexed(torch.Tensor.to))
         self._patch(torch.Tensor, "pin_memory", self._pinned)
         self._patch(torch.Tensor, "is_pinned", self._is_pinned)
+        self._patch(torch, "save", self._saving(torch.save))
+        self._patch(torch, "manual_seed", self._seeding(torch.manual_seed))
+        self._patch(torch, "seed", self._seeding(torch.seed))
         self._patch(torch, "tensor", _through_host(torch.tensor))
         self._patch(torch, "as_tensor", _through_host(torch.as_tensor))
         set_guard(True)
@@ -202,6 +216,29 @@ class Emulator:
 
         return is_pinned
 
+    def _saving(self, original: Callable[..., None]) -> Callable[..., None]:
+        """torch.save, which in lazy mode saves tensors of the host: they are not on the card when
+        they are loaded (the bridge's torch_overwrites.py)."""
+
+        def save(obj: object, *args: object, **kwargs: object) -> None:
+            variables = self.device.variables
+            if variables.mode_is_read() and variables.lazy():
+                obj = map_leaves(_on_host, obj)
+            original(obj, *args, **kwargs)
+
+        return save
+
+    def _seeding(self, original: Callable[..., object]) -> Callable[..., object]:
+        """A function that seeds the host, and afterwards the card with the same seed (the bridge's
+        torch_overwrites.py)."""
+
+        def seed(*args: object) -> object:
+            found = original(*args)
+            self.device.generator.manual_seed(torch.initial_seed())
+            return found
+
+        return seed
+
     def _patch(self, owner: Any, name: str, replacement: Any) -> None:
         original = vars(owner).get(name)
         self._patches.append((owner, name, original))
@@ -216,6 +253,10 @@ def _indexed(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*(with_index(value) for value in args), **named)
 
     return call
+
+
+def _on_host(value: object) -> object:
+    return value.detach().cpu() if isinstance(value, HpuTensor) else value
 
 
 def _through_host(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,6 +27,14 @@ REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "_reduce_scatter_base")
 """Methods of torch's ProcessGroup with a kind of reduction in their options."""
 KINDS = (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
 """Kinds of reduction of the vendor's library (the bridge's collective_utils.cpp)."""
+REFUSED: dict[str, tuple[bool | None, str]] = {
+    "scatter": (True, "scatter is currently not supported with HCCL"),
+    "allgather_coalesced": (False, "ProcessGroupHcclBase does not support allgather_coalesced"),
+    "recv_anysource": (None, "ProcessGroupHcclBase does not support recv"),
+}
+"""Methods of torch's ProcessGroup that the bridge refuses, whether with (True) or without (False)
+lazy collectives (None: always), and its text (process_group_lazy_hccl.cpp,
+process_group_hccl_base.cpp)."""
 TEXT_BYTES = 1024
 """Size limit of a collective's description, which ranks exchange when they disagree."""
 
@@ -43,6 +51,21 @@ def with_known_kinds(original: Callable[..., object]) -> Callable[..., object]:
         return original(*args, **kwargs)
 
     return reduce
+
+
+def refused(
+    name: str, original: Callable[..., object], has_lazy_collectives: Callable[[], bool]
+) -> Callable[..., object]:
+    """A method of torch's ProcessGroup in REFUSED, refused for tensors of the card."""
+    with_lazy, text = REFUSED[name]
+
+    @functools.wraps(original)
+    def run(*args: object, **kwargs: object) -> object:
+        if device_tensors((args, kwargs)) and with_lazy in (None, has_lazy_collectives()):
+            raise RuntimeError(text)
+        return original(*args, **kwargs)
+
+    return run
 
 
 class CollectiveCheck:

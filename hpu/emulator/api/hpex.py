@@ -6,6 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from hpu.emulator.ops.attention import scale_of
+
 
 class RotaryPosEmbeddingMode(Enum):
     BLOCKWISE = 0
@@ -88,7 +90,7 @@ def fp8_fused_sdpa(
         for scale in (d_scale_q, d_scale_k, d_scale_v, q_scale_s, q_scale_o, d_scale_s)
     )
     found = torch.ops.hpu.fp8_sdpa_recomp_fwd(
-        *(q, k, v, attn_mask, dropout_p, scale or q.shape[-1] ** -0.5, is_causal, False),
+        *(q, k, v, attn_mask, dropout_p, scale_of(scale, q), is_causal, False),
         *(softmax_mode, *scales, is_amax_s, is_amax_o, valid_seq_len, seq_padding_type),
     )
     return found[0].reshape(*shape[:-1], v.shape[-1]), found[4], found[5]
@@ -97,14 +99,21 @@ def fp8_fused_sdpa(
 def _grouped(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Tensors with a separate dimension for the query heads that share a key head."""
+    """Tensors with a separate dimension for the query heads that share a key head. ValueError for a
+    mask without a dimension of heads, as in gqa_input_reshape_fwd of the bridge's FusedSDPA.py."""
     kv_heads = k.shape[1]
     if q.dim() != 4 or kv_heads in (1, q.shape[1]):
         return q, k, v, mask
-    if mask is not None and mask.shape[1] == q.shape[1]:
-        mask = mask.reshape(mask.shape[0], kv_heads, -1, *mask.shape[2:])
-    elif mask is not None:
-        mask = mask.unsqueeze(1)
+    if mask is not None:
+        if mask.dim() != 4:
+            raise ValueError(
+                f"FusedSDPA with {q.shape[1]} heads and {kv_heads} key heads: the mask has "
+                f"{mask.dim()} dimensions, 4 are needed"
+            )
+        if mask.shape[1] == q.shape[1]:
+            mask = mask.reshape(mask.shape[0], kv_heads, -1, *mask.shape[2:])
+        else:
+            mask = mask.unsqueeze(1)
     q = q.reshape(q.shape[0], kv_heads, -1, *q.shape[2:])
     return q, k.unsqueeze(2), v.unsqueeze(2), mask
 
@@ -158,10 +167,17 @@ class RotaryPosEmbeddingHelperV2:
 class RotaryPosEmbeddingHelperV3:
     @staticmethod
     def apply(p: Tensor, rope_cache: Tensor) -> Tensor:
-        """`rope_cache` (..., pairs, 2): cos and sin of each neighbouring pair."""
-        cos, sin = rope_cache.unbind(-1)
-        cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
-        return apply_rotary_pos_emb(p, cos, sin, None, 0, RotaryPosEmbeddingMode.PAIRWISE)
+        """`p` (positions, batch, heads, size) with its first entries rotated, in its own dtype.
+        `rope_cache` (positions or more, batch, pairs, 2): cos and sin of each pair of neighbours
+        (parse_rope_cache in the bridge's RotaryPosEmbeddingHelper.py)."""
+        length, _, heads, _ = p.shape
+        size = 2 * rope_cache.shape[-2]
+        rotated = p[..., :size].reshape(length, -1, heads, size)
+        angles = rope_cache[:length].reshape(length, -1, 1, size // 2, 2).to(p.dtype)
+        cos, sin = (part.repeat_interleave(2, -1) for part in angles.unbind(-1))
+        mode: int = RotaryPosEmbeddingMode.PAIRWISE.value
+        out: Tensor = torch.ops.hpu.rotary_pos_embedding(rotated, sin, cos, None, 0, mode)
+        return out if size == p.shape[-1] else torch.cat((out, p[..., size:]), -1)
 
 
 def kernels_module() -> ModuleType:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -82,6 +83,8 @@ def make_modules(device: Device) -> dict[str, ModuleType]:
 
 
 def _core(device: Device) -> ModuleType:
+    closures: list[Callable[[], object]] = []
+
     def mark_step(device_str: str = "", sync: bool = False) -> None:
         """Close the lazy segment; without effect in eager and compile mode."""
         if not device.is_lazy():
@@ -92,10 +95,15 @@ def _core(device: Device) -> ModuleType:
         device.close_segment()
         if sync:
             device.host_sync("mark_step")
+        due, closures[:] = closures[:], []
+        for closure in due:
+            closure()
 
     def add_step_closure(closure: Callable[..., Any], args: tuple[Any, ...] = ()) -> None:
-        mark_step()
-        closure(*args)
+        """Call `closure` after the next mark; never in eager and compile mode (the bridge's
+        step_closure.py)."""
+        if device.is_lazy():
+            closures.append(partial(closure, *args))
 
     def set_env() -> None:
         device.variables.environment["PT_HPU_INFERENCE_MODE"] = "1"

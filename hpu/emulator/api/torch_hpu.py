@@ -26,6 +26,7 @@ class Api:
         self._current = CurrentStream(device, self._default, is_lazy=device.is_lazy)
         device.current_stream = self._current.get
         device.on_default_stream = lambda: self._current.use(self._default)
+        self._capture_stream: CardStream | None = None
 
     def _lazy_init(self) -> None:
         """Called by torch before the first tensor is created on the device."""
@@ -43,15 +44,19 @@ class Api:
     def device_count(self) -> int:
         return self._device.config.num_devices
 
-    def get_device_name(self, device: Any = None) -> str:
+    def get_device_name(self, device: object = None) -> str:
+        self._check_index(device)
         self._device.acquisition.touch()
         return self._device.generation.name
 
-    def get_device_capability(self, device: Any = None) -> str:
+    def get_device_capability(self, device: object = None) -> str:
+        self._check_index(device)
         return self._device.config.release
 
-    def get_device_properties(self, device: Any = None) -> dict[str, Any]:
-        return {"name": self._device.generation.name, "total_memory": self._device.memory.limit}
+    def get_device_properties(self, device: object = None) -> str:
+        """A text, like in the bridge's device.cpp, which has further fields."""
+        self._check_index(device)
+        return f"(dramSize={self._device.memory.limit}, device_id={self._device.acquisition.index})"
 
     def current_device(self) -> int:
         self._device.acquisition.touch()
@@ -83,20 +88,28 @@ class Api:
             acquisition.index = index
             environment.setdefault("HLS_MODULE_ID", str(modules[index]))
 
+    def _check_index(self, device: object) -> None:
+        """AssertionError for an index beyond the machine's devices, as in the bridge's
+        torch/hpu/memory.py."""
+        if not 0 <= _index_of(device) < self.device_count():
+            raise AssertionError(f"Invalid device id: {device} of {self.device_count()} devices")
+
     def synchronize(self, device: Any = None) -> None:
         self._device.synchronize()
 
     def is_bf16_supported(self) -> bool:
         return True
 
-    def memory_usage(self, device: Any = None) -> float:
-        return 100.0 * self._device.memory.in_use / self._device.memory.limit
+    def memory_usage(self, device: object = None) -> int:
+        """Bytes in use, not a percentage (the bridge's torch/hpu/__init__.py)."""
+        return self.memory_allocated(device)
 
     def utilization(self, device: Any = None) -> int:
         return 0
 
-    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
         """(free, limit) bytes."""
+        self._check_index(device)
         self._device.acquisition.touch()
         memory = self._device.memory
         free = memory.limit - memory.in_use
@@ -106,10 +119,12 @@ class Api:
             free += sum(graph.held_bytes for graph in self._device.graphs)
         return free, memory.limit
 
-    def memory_allocated(self, device: Any = None) -> int:
+    def memory_allocated(self, device: object = None) -> int:
+        self._check_index(device)
         return self._device.memory.in_use
 
-    def max_memory_allocated(self, device: Any = None) -> int:
+    def max_memory_allocated(self, device: object = None) -> int:
+        self._check_index(device)
         return self._device.memory.peak
 
     def memory_reserved(self, device: Any = None) -> int:
@@ -118,7 +133,8 @@ class Api:
     def max_memory_reserved(self, device: Any = None) -> int:
         return self._device.memory.limit
 
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
+    def memory_stats(self, device: object = None) -> dict[str, int]:
+        self._check_index(device)
         return self._device.memory.stats()
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
@@ -148,23 +164,28 @@ class Api:
     def stream(self, stream: CardStream | None) -> AbstractContextManager[None]:
         return self._current.use(stream)
 
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    def manual_seed(self, seed: int) -> torch.Generator:
+        """Seed the card but not the host (the bridge's test_hpu_rng_state.py)."""
+        return self._device.generator.manual_seed(int(seed))
 
     def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        self.manual_seed(seed)
 
     def seed(self) -> int:
-        return torch.seed()
+        return self._device.generator.seed()
 
     def initial_seed(self) -> int:
-        return torch.initial_seed()
+        return self._device.generator.initial_seed()
 
-    def get_rng_state(self, device: Any = 0) -> Tensor:
-        return torch.get_rng_state()
+    def get_rng_state(self, device: object = "hpu") -> Tensor:
+        if _index_of(device) != 0:
+            raise RuntimeError("hpu get_rng_state supports only device 0")
+        return self._device.generator.get_state()
 
-    def set_rng_state(self, state: Tensor, device: Any = 0) -> None:
-        torch.set_rng_state(state)
+    def set_rng_state(self, state: Tensor, device: object = "hpu") -> None:
+        if _index_of(device) != 0:
+            raise RuntimeError("hpu set_rng_state supports only device 0")
+        self._device.generator.set_state(state)
 
     def sdp_kernel(self, enable_recompute: bool = True) -> AbstractContextManager[None]:
         return nullcontext()
@@ -173,9 +194,13 @@ class Api:
         return graphs.HPUGraph(self._device)
 
     def graph(
-        self, hpu_graph: graphs.HPUGraph, stream: Any = None, dry_run: bool = False
+        self, hpu_graph: graphs.HPUGraph, stream: CardStream | None = None, dry_run: bool = False
     ) -> graphs.GraphContext:
-        return graphs.GraphContext(hpu_graph, self._device, dry_run)
+        """Capture on the stream that is given, else on a stream that all such captures share, which
+        is not the default stream (the bridge's torch/hpu/graphs.py)."""
+        if not stream:
+            self._capture_stream = stream = self._capture_stream or self.Stream()
+        return graphs.GraphContext(hpu_graph, self._device, self._current.use(stream), dry_run)
 
     def wrap_in_hpu_graph(
         self,
@@ -236,6 +261,14 @@ class Api:
             make_graphed(function, arguments, self._device, **options)
             for function, arguments in zip(callables, sample_args, strict=True)
         )
+
+
+def _index_of(device: object) -> int:
+    """The index that a device, its name or its number has; 0 without one."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    index = device.index if isinstance(device, torch.device) else device
+    return index if isinstance(index, int) else 0
 
 
 NO_OPS = (

@@ -2,8 +2,8 @@
 the choice between capture and replay."""
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,7 @@ class GraphedFunction:
         self._caches_tensors = not device.variables.tensor_cache_disabled(disable_tensor_cache)
         self._max_graphs = max_graphs
         self._dry_run = dry_run
+        self._has_one_graph = False
         self._graphs: dict[object, _CapturedGraph] = {}
         self._outlines: dict[object, object] = {}
 
@@ -73,7 +74,7 @@ class GraphedFunction:
         warmup = kwargs.pop("warmup_mode", False)
         if bypass:
             return self._function(*args, **kwargs)
-        key = graph_key((args, kwargs), torch.is_autocast_enabled())
+        key = graph_key(() if self._has_one_graph else (args, kwargs), torch.is_autocast_enabled())
         cached_tensors = kwargs.pop("cache_tensors_list", None) or []
         captured = self._graphs.get(key)
         if captured is None:
@@ -85,6 +86,12 @@ class GraphedFunction:
             self._device.close_segment()
             return captured.static_outputs()
         return self._replay(captured, list(visible_tensors((args, kwargs))))
+
+    def keep_one_graph(self, disable_tensor_cache: bool) -> None:
+        """Give each call the same key, and heed the argument alone, not the variable for the tensor
+        cache, as make_graphed_callables of the vendor's graphs.py does."""
+        self._has_one_graph = True
+        self._caches_tensors = not disable_tensor_cache
 
     def clear_cache(self) -> None:
         """Drop every graph and free its memory."""
@@ -126,7 +133,7 @@ class GraphedFunction:
             graph.mark_user_inputs(inputs)
         outputs = self._function(*args, **kwargs)
         graph.capture_end()
-        graph.mark_user_outputs(visible_tensors(outputs))
+        graph.mark_user_outputs(result_tensors(outputs))
         captured = _CapturedGraph(graph, inputs, outputs)
         if self._caches_tensors:
             for given in inputs:
@@ -134,7 +141,7 @@ class GraphedFunction:
                     lifetime = InputLifetime()
                     given.lifetime = captured.lifetimes[id(given)] = lifetime
         else:
-            graph.free_intermediates(cached_tensors)
+            graph.free_intermediates(list(result_tensors(cached_tensors)))
             for index in graph.get_user_input_match_indices():
                 captured.inputs[index] = None
         self._graphs[key] = captured
@@ -188,15 +195,23 @@ def wrap_module(module: nn.Module, graphed: GraphedFunction) -> nn.Module:
 def make_graphed(
     function: Callable[..., Any], sample_args: tuple[Any, ...], device: Device, **options: Any
 ) -> Callable[..., Any]:
-    """Capture `function` with `sample_args`. The result replays this capture alone: arguments of
-    other shapes raise RuntimeError, as the copies to the captured inputs do."""
+    """Capture `function` with `sample_args`. The result replays this capture alone, whatever the
+    layout of its arguments: arguments of other shapes raise RuntimeError, as the copies to the
+    captured inputs do. A module is returned itself, with a forward that replays if the module is in
+    training or evaluation as in the capture."""
     if isinstance(function, nn.Module) and (
         function._forward_hooks or function._forward_pre_hooks or function._backward_hooks
     ):
         raise AssertionError("Modules must not have hooks registered at the time they are passed.")
+    if isinstance(function, nn.Module) and any(b.requires_grad for b in function.buffers()):
+        raise AssertionError(
+            "In any Module passed to make_graphed_callables, only parameters may be trainable."
+        )
     if not all(isinstance(given, Tensor) for given in sample_args):
         raise AssertionError("sample_args for each callable must be a tuple of Tensors.")
-    graphed = GraphedFunction(function, device, max_graphs=None, **options)
+    forward = function.forward if isinstance(function, nn.Module) else function
+    graphed = GraphedFunction(forward, device, max_graphs=None, **options)
+    graphed.keep_one_graph(options["disable_tensor_cache"])
     graphed(*sample_args)
     shapes = [tuple(given.shape) for given in sample_args]
 
@@ -206,7 +221,15 @@ def make_graphed(
             raise RuntimeError(f"a graph of inputs {shapes} is called with {found}")
         return graphed(*args)
 
-    return replay
+    if not isinstance(function, nn.Module):
+        return replay
+    training = function.training
+
+    def choose(*args: Tensor) -> object:
+        return (replay if function.training == training else forward)(*args)
+
+    function.forward = choose
+    return function
 
 
 def graph_key(value: Any, autocast: bool) -> object:
@@ -218,10 +241,20 @@ def graph_key(value: Any, autocast: bool) -> object:
     if isinstance(value, dict):
         return tuple((key, graph_key(item, autocast)) for key, item in value.items())
     if isinstance(value, UserDict):
-        return tuple(value.keys()), graph_key(tuple(value.values()), autocast)
+        return tuple((key, _parts(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         return tuple(graph_key(item, autocast) for item in value)
     return hash(value), autocast
+
+
+def _parts(value: object) -> object:
+    """Part of a key: an item of a UserDict, which the vendor iterates. The rows of a tensor are new
+    objects at each call, so that the key never matches. TypeError for a value without items."""
+    if isinstance(value, Tensor) and value.dim():
+        return object()
+    found = tuple(cast(Iterable[object], value))
+    hash(found)
+    return found
 
 
 def outline(value: Any) -> object:
@@ -243,9 +276,22 @@ def visible_tensors(value: Any) -> Iterator[Tensor]:
     objects are not inputs: they become constants of the graph."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (dict, UserDict)):
+    elif isinstance(value, dict):
         for item in value.values():
             yield from visible_tensors(item)
     elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         for item in value:
             yield from visible_tensors(item)
+
+
+def result_tensors(value: object) -> Iterator[Tensor]:
+    """The tensors of a result, which a graph without tensor cache keeps: unlike for inputs, the
+    attributes of other objects count too (extract_tensors in the vendor's graphs.py)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from result_tensors(item)
+    elif isinstance(value, dict) or hasattr(value, "__dict__"):
+        for item in (value if isinstance(value, dict) else vars(value)).values():
+            yield from result_tensors(item)

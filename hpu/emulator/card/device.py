@@ -78,6 +78,7 @@ class OpFacts:
     may_wait: bool
     """Whether `rules.waits_for_data` depends on the arguments."""
     is_collective: bool
+    is_random: bool
     may_mix_devices: bool
 
 
@@ -98,6 +99,7 @@ def op_facts(func: Any) -> OpFacts:
         is_host_read=name in rules.HOST_READS,
         may_wait=rules.may_wait_for_data(name),
         is_collective=name.startswith("c10d::"),
+        is_random=name in rules.RANDOM,
         may_mix_devices=name == "aten::copy_" or name.startswith(("c10d", "_c10d")),
     )
 
@@ -106,6 +108,17 @@ def op_facts(func: Any) -> OpFacts:
 def _name_of(value: object) -> str:
     """Cached str() of a dtype, a device, a layout or a memory format."""
     return str(value)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch's generator of the host inside the block, and restore its state."""
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
 
 
 SUMS = ("c10d::allreduce_", "c10d::reduce_")
@@ -164,6 +177,10 @@ class Device:
         self._base_versions: list[Allocation] = []
         """Base versions of the current segment."""
         self.uids = count()
+        self.generator = torch.Generator()
+        """Seeds the random operators. Apart from torch's own on the host, whose seed it starts with
+        (createHPUGenerator in the bridge's backend/random.cpp)."""
+        self.generator.manual_seed(torch.initial_seed())
         self.graphs: weakref.WeakSet[Recording] = weakref.WeakSet()
         """All graphs that exist."""
 
@@ -215,10 +232,12 @@ class Device:
         name = op.name
         on_device = [tensor for tensor in given if isinstance(tensor, HpuTensor)]
         self.acquisition.touch()
+        if name in rules.MAX_INDEX_DIMS and not self.in_region:
+            rules.check_index(name, args)
         self._check_lifetimes(op, args, on_device)
         if op.writes:
             self._check_view_write(name, args, kwargs)
-        if not (op.is_view or op.is_empty or (op.is_copy and _is_upload(args))):
+        if not (op.is_view or op.is_empty or (op.is_copy and self._is_upload(args))):
             used = {tensor.allocation for tensor in on_device}
             targets = _targets(func, args, kwargs) if op.writes else []
             writes = {target.allocation for target in targets}
@@ -233,9 +252,11 @@ class Device:
         if op.may_wait and rules.waits_for_data(name, args, kwargs):
             self.host_sync(name)
         lazy = self.is_lazy()
-        if not self._is_supported(func, name, args, kwargs):
+        is_on_host = not self._is_supported(func, name, args, kwargs)
+        if is_on_host:
             self._fall_back(name)
-        if len(on_device) < len(given) and not op.may_mix_devices:
+        mixes = op.may_mix_devices or (is_on_host and name == "aten::index")
+        if len(on_device) < len(given) and not mixes:
             _check_devices(name, given)
         return self._launch(func, op, args, kwargs, on_device, lazy)
 
@@ -302,10 +323,14 @@ class Device:
         op = op_facts(func)
         if op.is_collective:
             return self._collective(func, args, kwargs)
-        if self.config.faults:
-            result = self._run_faulty(op.name, func, args, kwargs)
-        else:
-            result = rules.run(func, args, kwargs, self._report_misuse)
+        drawing: AbstractContextManager[None] = nullcontext()
+        if op.is_random:
+            kwargs, drawing = self._draw(kwargs)
+        with drawing:
+            if self.config.faults:
+                result = self._run_faulty(op.name, func, args, kwargs)
+            else:
+                result = rules.run(func, args, kwargs, self._report_misuse)
         if op.is_empty:
             for out in tensors_in(result):
                 fill_with_garbage(out)
@@ -316,6 +341,19 @@ class Device:
             if out.dtype == torch.int64 and out.numel():
                 rules.wrap_to_int32(out, op.name, self._report_misuse)
         return result
+
+    def _draw(
+        self, kwargs: dict[str, object]
+    ) -> tuple[dict[str, object], AbstractContextManager[None]]:
+        """The arguments of a random op without its generator, and a context in which the op draws
+        by a seed from that generator, else from the card's. A kernel of the card makes the numbers
+        of the seed, so that the host's generator goes on where it was. A dry run draws no seed
+        (get_seed_hpu in the bridge's backend/random.cpp)."""
+        given = kwargs.get("generator")
+        generator = given if isinstance(given, torch.Generator) else self.generator
+        seed = 0 if self.is_dry_run else int(torch.randint(1 << 32, (), generator=generator))
+        without = {**kwargs, "generator": None} if given else kwargs
+        return without, _seeded(seed)
 
     def _run_faulty(
         self,
@@ -383,7 +421,7 @@ class Device:
         # A recorded copy from the host keeps its current value: it is baked into the graph.
         clones_host = recording is not None
         inner_args, inner_kwargs = _unwrap(args, clones_host), _unwrap(kwargs, clones_host)
-        is_upload = op.is_copy and _is_upload(args)
+        is_upload = op.is_copy and self._is_upload(args)
         if self.only_compiled.is_on and op.writes and not is_upload:
             self.only_compiled.before_write(_targets(func, args, kwargs))
         runs = not (is_upload or op.is_view or op.is_empty)
@@ -408,11 +446,10 @@ class Device:
         if recording is not None:
             used = [tensor.allocation for tensor in given]
             recording.add(func, inner_args, inner_kwargs, wrapped, used)
-        if is_upload:
-            if self.launches.is_in_use(args[0].allocation):
-                self.counters.counts["upload_waits"] += 1
-            if _non_blocking(args, kwargs, 2):
-                self.queue.upload(args[0].host, args[1])
+        if is_upload and self.launches.is_in_use(args[0].allocation):
+            self.counters.counts["upload_waits"] += 1
+        if op.is_copy and _comes_from_host(args) and _non_blocking(args, kwargs, 2):
+            self.queue.upload(args[0].host, args[1])
         needs_recipe = not op.is_empty and not is_upload
         if needs_recipe and (lazy or self.in_region or not op.is_view):
             self._add_to_segment(name, args, kwargs, given, outs)
@@ -505,7 +542,7 @@ class Device:
             return False
         if name in config.unsupported or name in config.extra_supported:
             return name in config.extra_supported
-        mode = registry.Mode(is_lazy=self.is_lazy(), has_int64=self.variables.int64())
+        mode = registry.Mode(self.is_lazy(), self.variables.int64(), is_compiled=self.in_region)
         return registry.is_supported(func, args, kwargs, config.generation, mode)
 
     def _fall_back(self, name: str) -> None:
@@ -615,6 +652,13 @@ class Device:
             text = f"a write to a view of shape {shape} copies its whole base of {size} bytes"
             self.counters.misuse("view_write", text, name)
 
+    def _is_upload(self, args: tuple[Tensor, ...]) -> bool:
+        """Whether a copy comes from the host as it is: moved by DMA, not by a recipe. In lazy mode
+        a recipe inserts an upload into a view (copy_hpu_lazy_ in the bridge's lazy_kernels.cpp)."""
+        target = args[0]
+        is_inserted = isinstance(target, HpuTensor) and target.is_view and self.is_lazy()
+        return _comes_from_host(args) and not is_inserted
+
     def _report_misuse(self, kind: str, text: str, op: str) -> None:
         self.counters.misuse(kind, text, op)
         if kind == "index_out_of_range":
@@ -653,8 +697,8 @@ def _is_composite(func: Any, name: str) -> bool:
     return bool(has(func.name(), "CompositeImplicitAutograd"))
 
 
-def _is_upload(args: tuple[Any, ...]) -> bool:
-    """Whether a copy comes from the host as it is: moved by DMA, not by a recipe."""
+def _comes_from_host(args: tuple[Tensor, ...]) -> bool:
+    """Whether a copy moves the bytes of a host tensor as they are."""
     return not isinstance(args[1], HpuTensor) and bool(args[0].dtype == args[1].dtype)
 
 

@@ -10,6 +10,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -497,17 +498,26 @@ def _first_twins(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class GraphContext:
-    """`with torch.hpu.graph(g):` records into `g`."""
+    """`with torch.hpu.graph(g):` records into `g`, inside `on_stream`."""
 
-    def __init__(self, graph: HPUGraph, device: Device, dry_run: bool) -> None:
+    def __init__(
+        self,
+        graph: HPUGraph,
+        device: Device,
+        on_stream: AbstractContextManager[None],
+        dry_run: bool,
+    ) -> None:
         self._graph = graph
         self._device = device
+        self._on_stream = on_stream
         self._dry_run = dry_run
 
     def __enter__(self) -> None:
         self._device.synchronize()
         gc.collect()
+        self._on_stream.__enter__()
         self._graph.capture_begin(self._dry_run)
 
     def __exit__(self, *_: object) -> None:
         self._graph.capture_end()
+        self._on_stream.__exit__(None, None, None)

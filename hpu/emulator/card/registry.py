@@ -54,6 +54,8 @@ class Mode(NamedTuple):
     is_lazy: bool
     has_int64: bool
     """Whether int64 has 64 bits, else it is int32."""
+    is_compiled: bool = False
+    """Whether the op is in compiled code."""
 
 
 def _index_reduce(given: Arguments, mode: Mode) -> bool:
@@ -87,6 +89,13 @@ def _divide(given: Arguments, mode: Mode) -> bool:
     return not given.get("rounding_mode") or result not in (torch.uint8, torch.bool)
 
 
+def _index(given: Arguments, mode: Mode) -> bool:
+    """In eager mode, an index on the host brings the operator there (the bridge's
+    hpu_ops/eager/index_gen.cpp)."""
+    found = (index for index in given["indices"] if isinstance(index, Tensor))
+    return mode.is_compiled or mode.is_lazy or all(index.device.type == "hpu" for index in found)
+
+
 def _sort(given: Arguments, mode: Mode) -> bool:
     if not _has_few_dims(given, mode):
         return False
@@ -104,6 +113,7 @@ def _where(given: Arguments, mode: Mode) -> bool:
 
 
 LIMITS: dict[str, Callable[[Arguments, Mode], bool]] = {
+    "aten::index": _index,
     "aten::index_reduce": _index_reduce,
     "aten::index_reduce_": _index_reduce,
     "aten::index_select": lambda given, _: given["self"].dim() <= MAX_DIMS,

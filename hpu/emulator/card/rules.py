@@ -113,6 +113,20 @@ def waits_for_data(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return any(index is not None and index.dtype in MASKS for index in args[1])
 
 
+MAX_INDEX_DIMS = {"aten::index": 5, **dict.fromkeys(PUTS, 8)}
+"""Dimensions of a tensor that an index may read or write; more are refused (the bridge's
+indexing_ops_helper.h and lazy_kernels.cpp)."""
+
+
+def check_index(name: str, args: tuple[Tensor, ...]) -> None:
+    """RuntimeError for an index into a tensor of too many dimensions."""
+    most, dims = MAX_INDEX_DIMS[name], args[0].dim()
+    if dims > most:
+        raise RuntimeError(
+            f"{name.removeprefix('aten::')} op doesn't support more than {most} dims, got {dims}"
+        )
+
+
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     """Run the op on CPU tensors with the device's handling of indices."""
     handler = _handler(func)

@@ -39,6 +39,8 @@ class Owner(Protocol):
 
     uids: "count[int]"
 
+    def runs_eagerly(self) -> bool: ...
+
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> Any: ...
@@ -227,8 +229,10 @@ def with_index(value: Any) -> Any:
 
 
 def get_item(tensor: Tensor, key: Any) -> Tensor:
-    """`tensor[key]`; the host reads a 0-dimensional index tensor, as torch does."""
-    view, indices = _view(tensor, key)
+    """`tensor[key]`; the host reads a 0-dimensional index tensor, as torch does. In eager mode, an
+    index tensor stays on the host."""
+    is_eager = isinstance(tensor, HpuTensor) and tensor.owner.runs_eagerly()
+    view, indices = _view(tensor, key, uploads=not is_eager)
     if not indices:
         return view if view is not tensor else torch.ops.aten.alias(tensor)
     out: Tensor = torch.ops.aten.index.Tensor(view, indices)
@@ -250,8 +254,9 @@ def set_item(tensor: Tensor, key: Any, value: Any) -> None:
         view.fill_(value)
 
 
-def _view(tensor: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:
-    """The view of the basic parts of the key, and the remaining index tensors by dimension."""
+def _view(tensor: Tensor, key: Any, *, uploads: bool = True) -> tuple[Tensor, list[Tensor | None]]:
+    """The view of the basic parts of the key, and the remaining index tensors by dimension, on the
+    card if `uploads`. A list becomes a tensor on the card."""
     parts = list(key) if isinstance(key, tuple) else [key]
     width = sum(_width(part) for part in parts)
     if width > tensor.dim():
@@ -270,7 +275,9 @@ def _view(tensor: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None]]:
             dim += 1
         elif isinstance(part, (Tensor, list)) and not _is_number(part):
             index = part if isinstance(part, Tensor) else torch.tensor(part)
-            indices[dim] = index.to(tensor.device)
+            if uploads or not isinstance(part, Tensor):
+                index = index.to(tensor.device)
+            indices[dim] = index
             dim += index.dim() if index.dtype in (torch.bool, torch.uint8) else 1
         else:
             tensor = tensor.select(dim, int(part))

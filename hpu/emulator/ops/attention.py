@@ -48,6 +48,12 @@ def sdpa(
     return out, highest, inverse, torch.zeros(1, dtype=torch.int32)
 
 
+def scale_of(scale: float | None, q: Tensor) -> float:
+    """The scale of scores: 0.0 is a scale, only None means the default (FusedSDPA.py)."""
+    default: float = q.shape[-1] ** -0.5
+    return scale if isinstance(scale, (int, float)) else default
+
+
 def sdpa_scores(
     q: Tensor,
     k: Tensor,
@@ -59,7 +65,7 @@ def sdpa_scores(
 ) -> Tensor:
     """Scores (batch, ..., queries, keys) float32, minus infinity for masked keys."""
     length, span = q.shape[-2], k.shape[-2]
-    scores = (q.float() @ k.float().transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
+    scores = (q.float() @ k.float().transpose(-1, -2)) * scale_of(scale, q)
     if mask is not None:
         scores = (
             scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

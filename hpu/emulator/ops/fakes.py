@@ -38,7 +38,7 @@ def _sdpa(
 
 def _rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     dtype = x.dtype if x.dtype == gamma.dtype else torch.float32
-    return torch.empty_like(x, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return torch.empty_like(x, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=dtype)
 
 
 def _rotary(

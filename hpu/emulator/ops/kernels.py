@@ -16,12 +16,12 @@ RMS_NORM_FAST = RMS_NORM.replace("rms_norm", "rms_norm_fast", 1)
 
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(normed, inverse rms (..., 1) in float32). A weight of another dtype makes the normed values
-    float32 (rms_norm_gen.cpp)."""
+    """(normed, inverse rms (..., 1)). A weight of another dtype makes both float32
+    (rms_norm_gen.cpp)."""
     x_fp32 = x.float()
     inverse = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
     dtype = x.dtype if x.dtype == gamma.dtype else torch.float32
-    return (x_fp32 * inverse * gamma.float()).to(dtype), inverse
+    return (x_fp32 * inverse * gamma.float()).to(dtype), inverse.to(dtype)
 
 
 ROTARY = (

@@ -27,6 +27,8 @@ DYNAMIC_ONLY = frozenset(
 COLLECTIVES = "_c10d_functional"
 """Namespace of the collectives of compiled code, which no validation of the bridge admits to a
 graph (its test_hpu_propose_partitions.py)."""
+NO_BOOL = ("full", "mul")
+"""Operators that leave the graph if their second argument is a bool (bool_fallback_list)."""
 MAX_INDEXED_DIMS = 4
 
 
@@ -57,6 +59,8 @@ def _reason(name: str, node: Node, is_dynamic: bool) -> str:
         return "permute of int64"
     if is_dynamic and name in DYNAMIC_ONLY:
         return "fused attention with symbolic shapes"
+    if name in NO_BOOL and isinstance(node.args[1], bool):
+        return "a bool as a scalar"
     if any(isinstance(value, float) and value != value for value in node.args):
         return "a NaN as a scalar"
     if name == "index":

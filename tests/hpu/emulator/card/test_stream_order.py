@@ -42,7 +42,7 @@ def _upload(x: Tensor) -> None:
 
 def _add_by_replay() -> Callable[[Tensor], None]:
     graph, x = _hpu().HPUGraph(), torch.zeros(4, device="hpu")
-    with _hpu().graph(graph):
+    with _hpu().graph(graph, _hpu().default_stream()):
         x.add_(1)
         graph.mark_user_inputs([x])
     return lambda given: graph.replayV3([given])
@@ -50,7 +50,7 @@ def _add_by_replay() -> Callable[[Tensor], None]:
 
 def _add_by_replay_of_captured_tensors(x: Tensor) -> Callable[[Tensor], None]:
     graph = _hpu().HPUGraph()
-    with _hpu().graph(graph):
+    with _hpu().graph(graph, _hpu().default_stream()):
         x.add_(1)
     return lambda given: graph.replay()
 
