@@ -76,8 +76,11 @@ def ask(
     for _ in range(MAX_STEPS):
         ledger.take(core.step())
         core.check()
-        if not core.has_work:
+        if ledger.is_over(key):
             break
+        if not core.has_work:
+            # The request waits for blocks in files.
+            time.sleep(0.001)
     return ledger.requests[key].tokens, ledger.requests[key].num_cached
 
 
