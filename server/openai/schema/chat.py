@@ -65,7 +65,10 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 _MESSAGE = record(
     {
         "role": {**TEXT, "examples": ["system", "user", "assistant", "tool"]},
-        "content": any_of(TEXT, array(record({"type": constant("text"), "text": TEXT})), NULL),
+        # A text in the list is a part, as in vLLM.
+        "content": any_of(
+            TEXT, array(any_of(record({"type": constant("text"), "text": TEXT}), TEXT)), NULL
+        ),
         "name": any_of(TEXT, NULL),
         "tool_calls": any_of(array(OBJECT), NULL),
         "tool_call_id": any_of(TEXT, NULL),
