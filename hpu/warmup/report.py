@@ -88,12 +88,13 @@ def log_graph_memory(graph_bytes: float, shares: dict[int, float], free: int, ra
     )
 
 
-def log_finished(count: int, seconds: float, taken: int) -> None:
-    """Log the end of a warm-up of `count` buckets."""
+def log_finished(count: int, seconds: float, taken: int, memory: str) -> None:
+    """Log the end of a warm-up of `count` buckets, which took bytes of `memory`, such as device."""
     logger.info(
-        "Warmup finished in %.0f secs, allocated %s of device memory: %d buckets",
+        "Warmup finished in %.0f secs, allocated %s of %s memory: %d buckets",
         seconds,
         bytes_text(taken),
+        memory,
         count,
         extra={
             "fields": {"seconds": round(seconds, 3), "allocated_bytes": taken, "num_buckets": count}

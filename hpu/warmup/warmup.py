@@ -194,7 +194,8 @@ class Warmup:
             self._capture_all(usable, progress)
         progress.finish()
         taken = free - self._backend.memory()[0]
-        report.log_finished(len(usable), time.perf_counter() - start, max(0, taken))
+        memory = "host" if self._backend.shares_host_memory else "device"
+        report.log_finished(len(usable), time.perf_counter() - start, max(0, taken), memory)
         return usable if buckets else []
 
     def _prepare(self, bucket: Bucket) -> bool:
